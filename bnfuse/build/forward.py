@@ -132,6 +132,11 @@ def separate_initializers_from_inputs(forward: Forward) -> None:
     known = forward.initializers()
     if len(known) < len(forward.graph.initializer):
         raise forward.error("has two initializers of the same name")
+    made = [name for node in forward.graph.node for name in node.output if name]
+    if double := next((name for name in made if name in known), None):
+        raise forward.error(f"has an initializer and the result of a node of one name ('{double}'): rename one")
+    if len({*made}) < len(made):
+        raise forward.error("has two results of the same name")
     kept = [value for value in forward.graph.input if value.name not in known]
     del forward.graph.input[:]
     forward.graph.input.extend(kept)

@@ -16,6 +16,7 @@ import onnx
 from onnx import numpy_helper
 
 from bnfuse.core.text import some
+from bnfuse.graph.module_state import MODULE_KEY
 
 from .exporters import Tensor, argument_of, has_argument, signature_of
 from .graph import Forward
@@ -28,7 +29,10 @@ ROLES = {"BatchNormalization": ("", "scale", "bias", "running_mean", "running_va
 
 def separate_merged(forward: Forward) -> dict[str, str]:
     """Return the new tensors and which one each is a copy of."""
+    if any(entry.key == MODULE_KEY for entry in forward.model.metadata_props):
+        return {}  # written of a module here, and nothing was merged
     known, signature = forward.initializers(), signature_of(forward.model)
+    keys = {tensor.target: key for key, tensor in signature.items()}
     readers: dict[str, list[Place]] = {}
     for node, index, name in parameter_places(forward):
         readers.setdefault(name, []).append((node, index))
@@ -36,7 +40,7 @@ def separate_merged(forward: Forward) -> dict[str, str]:
     for name, places in readers.items():
         owners: dict[Hashable, list[Place]] = {}
         for place in places:
-            owners.setdefault(_owner(place, known[name]), []).append(place)
+            owners.setdefault(_owner(place, known[name], keys.get(name, SHARED)), []).append(place)
         if len(owners) == 1:
             continue
         names = [_name(forward, owner, group[0], signature) for owner, group in owners.items()]
@@ -58,11 +62,15 @@ def separate_merged(forward: Forward) -> dict[str, str]:
     return copies
 
 
-def _owner(place: Place, tensor: onnx.TensorProto) -> Hashable:
-    """Tell what the tensor is to a reader; two readers of one tensor have it in common where this is equal."""
+def _owner(place: Place, tensor: onnx.TensorProto, own: str) -> Hashable:
+    """Tell what the tensor is to a reader; two readers of one tensor have it in common where this is equal.
+
+    A reader that an exporter made of an operator of another kind does not say which argument it reads: that is the
+    parameter of the tensor's name (`own`), unless another may well have the same values.
+    """
     node, index = place
     if has_argument(node, index):
-        return argument_of(node, index) or (node.name, index)
+        return argument_of(node, index) or ((node.name, index) if _is_uniform(tensor) else own)
     if node.op_type == "BatchNormalization":
         weights, statistics = tuple(node.input[1:3]), tuple(node.input[3:5])
         if {*weights} & {*statistics} or len({*statistics}) == 1:

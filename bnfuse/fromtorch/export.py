@@ -8,6 +8,7 @@ What the graph cannot say is in its metadata entry `bnfuse.module` (bnfuse/graph
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import random
 import sys
@@ -21,7 +22,11 @@ import onnx
 from bnfuse.core.errors import BnfuseError, first_line, one_line
 from bnfuse.graph.module_state import COUNT, MODULE_KEY, ModuleState
 
+from .batch_constants import traits
 from .faithful import check_module, check_program, check_updates, own_gradients_refused
+from .names import written as named_apart
+
+log = logging.getLogger("bnfuse")
 
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
 
@@ -53,23 +58,27 @@ def exported(module: Any, example: Any = None, *, name: str | None = None) -> on
     module = unwrapped(module)
     name = name or type(module).__name__
     before = versions(module)
+    fixed = ""
     with quiet(), undisturbed(torch, name):
         if isinstance(module, torch.export.ExportedProgram):
             program = module
         else:
             check_module(module, name)
             program = captured(torch, module, example, name)
+            fixed = fixed_batch(torch, module, example, program)
         check_program(program, name)
         try:
             names = output_names(program)
             written = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, output_names=names)
-            model: onnx.ModelProto = written.model_proto
         except Exception as error:
             raise BnfuseError(f"{name}: torch.onnx cannot write it: {root_of(error)}") from error
+        model = named_apart(written, name)
     if versions(module) != before:
         raise BnfuseError(f"{name}: its forward changes a tensor of the module that torch.export does not follow")
     check_updates(written.exported_program, model, name)
-    model.metadata_props.add(key=MODULE_KEY, value=state_of(module, model).to_json())
+    model.metadata_props.add(
+        key=MODULE_KEY, value=dataclasses.replace(state_of(module, model), fixed_batch=fixed).to_json()
+    )
     return model
 
 
@@ -85,6 +94,25 @@ def captured(torch: Any, module: Any, example: Any, name: str) -> Any:
         if isinstance(error.__cause__, BnfuseError):
             raise BnfuseError(f"{name}: {error.__cause__}") from None
         raise BnfuseError(f"{name}: torch.export cannot capture it: {root_of(error)}") from error
+
+
+def fixed_batch(torch: Any, module: Any, example: Any, program: Any) -> str:
+    """Tell why a graph of a module holds for the batch of its example alone; nothing where it does for others."""
+    args, keywords = arguments_of(example)
+    tensors = [one for one in (*args, *keywords.values()) if isinstance(one, torch.Tensor) and one.dim()]
+    batch = len(tensors[0]) if tensors else 0
+
+    def larger(one: Any) -> Any:
+        grows = isinstance(one, torch.Tensor) and one.dim() and len(one) == batch
+        return one.new_empty((2 * batch, *one.shape[1:])) if grows else one
+
+    other = tuple(map(larger, args)), {key: larger(one) for key, one in keywords.items()}
+    try:
+        found = traits(torch.export.export(module, *other, strict=False))
+    except Exception as error:
+        log.debug("no program at a batch of %d: %s", 2 * batch, first_line(error))
+        return f"torch cannot export the module at {2 * batch} samples"
+    return "" if found == traits(program) else "its forward computes by the number of samples"
 
 
 def output_names(program: Any) -> list[str] | None:

@@ -33,6 +33,10 @@ def check_module(module: Any, name: str) -> None:
         if getattr(tensor, "_backward_hooks", None):
             raise BnfuseError(f"{name}: parameter '{key}' has a hook on its gradient, which no graph has: remove it")
     for key, part in module.named_modules():
+        if part.training and getattr(part, "momentum", 0) is None and "BatchNorm" in type(part).__name__:
+            raise BnfuseError(
+                f"{name}: '{key or name}' has momentum=None, the mean over all batches: give it a momentum"
+            )
         if any(getattr(part, hooks, None) for hooks in HOOKS):
             raise BnfuseError(f"{name}: '{key or name}' has a backward hook, which no graph has: remove it")
 
@@ -48,15 +52,23 @@ def own_gradients_refused(torch: Any) -> Iterator[None]:
 
         return refuse
 
-    function, tensor = torch.autograd.Function, torch.Tensor
-    apply, hook = function.__dict__["apply"], tensor.register_hook
+    def entered(self: Any) -> None:
+        if self.mode:
+            raise BnfuseError(
+                "turns gradients off (torch.inference_mode): a training graph has those of all it computes"
+            )
+        enter(self)
+
+    function, tensor, inference = torch.autograd.Function, torch.Tensor, torch.inference_mode
+    apply, hook, enter = function.__dict__["apply"], tensor.register_hook, inference.__enter__
     base = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
     function.apply = base.apply = classmethod(refused("the autograd.Function '{}'"))
     tensor.register_hook = refused("a tensor with a hook ('{}.register_hook')")
+    inference.__enter__ = entered
     try:
         yield
     finally:
-        function.apply, tensor.register_hook = apply, hook
+        function.apply, tensor.register_hook, inference.__enter__ = apply, hook, enter
         del base.apply
 
 
@@ -71,6 +83,12 @@ def check_program(program: Any, name: str) -> None:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
+        operands = [*node.args, *([None] * 6)]
+        if "instance_norm" in str(node.target) and operands[3] is not None and operands[5] is True:
+            raise BnfuseError(
+                f"{name}: an InstanceNorm{place_of(node)} moves running statistics (track_running_stats=True), which "
+                "no graph does: build it without"
+            )
         reached = follows.intersection(node.all_input_nodes)
         if "set_grad_enabled" in str(node.target) or (reached and "detach" in str(node.target)):
             what = "turns gradients off (torch.no_grad)" if "set_grad" in str(node.target) else "detaches a tensor"

@@ -23,6 +23,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.batch_constants import HANDLERS
 from bnfuse.graph.constants import Known
+from bnfuse.graph.module_state import ModuleState
 from bnfuse.graph.names import Names
 from bnfuse.graph.node_shapes import Type, result_types
 from bnfuse.graph.training_graph import TrainingGraph
@@ -85,6 +86,8 @@ def require_followed(graph: TrainingGraph) -> None:
             f"{graph.name}: has a batch of 1, which cannot be told from other dimensions of 1: build it anew with the "
             "--batch that it is to have"
         )
+    if fixed := ModuleState.from_metadata(graph.model.metadata_props).fixed_batch:
+        raise BnfuseError(f"{graph.name}: is of its batch of {graph.batch} alone: {fixed}: build it with the other one")
     for node in graph.model.graph:
         own = find(node.op_type) if node.domain == DOMAIN else None
         if own is None or own.name in (BATCH_NORM_GRADIENT, *OF_SAMPLES):

@@ -29,6 +29,7 @@ class ModuleState:
     constants: Mapping[str, str] = dataclasses.field(default_factory=dict)  # buffers of a fixed value -> its digest
     unread: tuple[str, ...] = ()  # what the graph has not, because no result depends on it
     frozen: tuple[str, ...] = ()  # parameters, by the names of the graph, that the module does not train
+    fixed_batch: str = ""  # why the module's graph is of its batch alone
 
     @property
     def is_known(self) -> bool:
@@ -62,7 +63,7 @@ class ModuleState:
             tracked = {_text(name): int(count) for name, count in said["tracked"].items()}
             constants = {_text(name): _text(digest) for name, digest in said["constants"].items()}
             own = {_text(name): _text(aliases.get(name, name)) for name in names}
-            return cls(own, tracked, constants, **lists)
+            return cls(own, tracked, constants, **lists, fixed_batch=_text(said.get("fixed_batch", "")))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise BnfuseError(f"the model's {MODULE_KEY} metadata is damaged: build it anew") from None
 

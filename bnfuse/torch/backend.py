@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,12 @@ class Graph(nn.Module):
             holders.append((holder, held))
         self.__dict__["holders"] = holders
 
+    def take(self, state: Sequence[torch.Tensor | None]) -> None:
+        """Let this be the state, in the order of the layout; None where there is none."""
+        for (holder, held), tensor in zip(self.holders, state, strict=True):
+            table: dict[str, Any] = holder._parameters if held.is_parameter else holder._buffers
+            table[held.name] = tensor
+
     def _holder(self, path: tuple[str, ...], norms: set[tuple[str, ...]]) -> nn.Module:
         module: nn.Module = self
         for index, name in enumerate(path):
@@ -134,29 +141,37 @@ def batch_norm() -> nn.Module:
 
 
 class Compiled:
-    """What dynamo calls in the place of a graph."""
+    """What dynamo calls in the place of a graph. It outlives the models, whose state it holds during a call alone."""
 
     def __init__(self, graph: torch.fx.GraphModule, layout: Layout, options: Options) -> None:
         self.graph, self.layout, self.options = graph, layout, options
         self.programs: dict[tuple[float, ...], Programs] = {}  # by the numbers among the inputs
-        self.fused: dict[Any, FusedModule] = {}  # by those, and by the identities of the state: models share a graph
+        self.fused: dict[tuple[float, ...], tuple[Graph, FusedModule]] = {}  # by those; models share a graph
+        self.lock = threading.RLock()
 
     def __call__(self, *given: Any) -> Any:
         """Run the graph. The engine leaves single calls to torch, where it must."""
-        return self.module(given)(*(given[place] for place in self.layout.inputs))
+        with self.lock:
+            graph, fused = self.module(given)
+            try:
+                return fused(*(given[place] for place in self.layout.inputs))
+            finally:
+                graph.take([None] * len(self.layout.state))
 
-    def module(self, given: Sequence[Any]) -> FusedModule:
-        """Give the fused module of the state in these inputs."""
+    def module(self, given: Sequence[Any]) -> tuple[Graph, FusedModule]:
+        """Give the graph as a module, and that fused, with the state in these inputs."""
         state = [given[held.place] for held in self.layout.state]
         numbers = tuple(float(given[place]) for place in self.layout.numbers)
-        key = numbers, tuple(map(id, state))
-        if key not in self.fused:
-            made = shell(Graph(self.graph.forward, self.layout, state, numbers))
+        if numbers not in self.fused:
+            graph = Graph(self.graph.forward, self.layout, state, numbers)
+            made = shell(graph)
             engine = Engine(made, None, self.options, self.programs.setdefault(numbers, Programs()))
             engine.name = name_of(self.graph)
             made.__dict__["_bnfuse"] = engine
-            self.fused[key] = made
-        return self.fused[key]
+            self.fused[numbers] = graph, made
+        graph, made = self.fused[numbers]
+        graph.take(state)
+        return graph, made
 
 
 def backend(

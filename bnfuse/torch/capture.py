@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 from bnfuse.build import build
 from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.fromtorch.batch_constants import traits
+from bnfuse.fromtorch.names import written as named_apart
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.passes import Rewritten, rewrite
 
@@ -29,6 +31,8 @@ from .undisturbed import as_found, cumulative_momentum, no_traces, quiet, with_p
 from .watch import is_plain
 
 log = logging.getLogger("bnfuse")
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 LOCK = threading.RLock()  # what is patched while a module is captured is the process's
 
@@ -62,12 +66,13 @@ class Captured:
     counts: dict[str, int]  # num_batches_tracked -> by how much a forward counts it up
     cumulative: frozenset[str]  # running statistics that are the mean of all batches (momentum=None)
     reached: tuple[frozenset[str | int], ...]
+    traits: str  # what it computes, without the sizes of shapes
     baked: tuple[str, ...] = ()  # parameters and buffers whose values are constants of the graph
 
 
 def capture(
     module: nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: Arguments,
     *,
     gradients: bool,
     wanted_inputs: Sequence[int] = (),
@@ -82,15 +87,9 @@ def capture(
     """
     check_types(module, name)
     with LOCK, as_found(module), with_parameters(module), cumulative_momentum(module) as cumulative:
-        packing, own = Packing(module), module.__dict__.get("forward")
-        module.__dict__["forward"] = packing.function()
-        try:
-            program = exported(module, arguments, name)
-        finally:
-            module.__dict__.update({"forward": own})
-            if own is None:
-                del module.__dict__["forward"]
+        program, packing = exported_with_packing(module, arguments, name)
         facts = read(program, module, name)
+        seen = f"{traits(program)}\n{packing.leaves} {packing.packed}"
         proto = as_onnx(program, name)
     refuse_means_of_several_calls(facts, cumulative, name)
     produced = [value.name for value in proto.graph.output]
@@ -141,8 +140,28 @@ def capture(
         counts=facts.counts,
         cumulative=frozenset(cumulative),
         reached=facts.reached,
+        traits=seen,
         baked=tuple(sorted(key for key in facts.operands if key in tensors and id(tensors[key]) not in followed)),
     )
+
+
+def traits_of(module: nn.Module, arguments: Arguments, name: str) -> str:
+    """Export a module, as `capture` does, and tell what it computes without the sizes of shapes."""
+    with LOCK, as_found(module), with_parameters(module), cumulative_momentum(module):
+        program, packing = exported_with_packing(module, arguments, name)
+        return f"{traits(program)}\n{packing.leaves} {packing.packed}"
+
+
+def exported_with_packing(module: nn.Module, arguments: Arguments, name: str) -> tuple[Any, Packing]:
+    """Give the exported program, and how its results were packed."""
+    packing, own = Packing(module), module.__dict__.get("forward")
+    module.__dict__["forward"] = packing.function()
+    try:
+        return exported(module, arguments, name), packing
+    finally:
+        module.__dict__.update({"forward": own})
+        if own is None:
+            del module.__dict__["forward"]
 
 
 def literal(name: str) -> str:
@@ -198,7 +217,7 @@ class Packing:
         return tuple(Output(next(left)) if one is None else one for one in self.leaves)
 
 
-def exported(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], name: str) -> Any:
+def exported(module: nn.Module, arguments: Arguments, name: str) -> Any:
     """Give what torch.export makes of the module."""
     positional, named = arguments
     detached = pytree.tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, (positional, named))
@@ -222,4 +241,4 @@ def as_onnx(program: Any, name: str) -> Any:
     except Exception as error:
         cause = error.__cause__ or error
         raise BnfuseError(f"{name}: torch.onnx.export cannot write it: {first_line(cause)}") from error
-    return found.model_proto
+    return named_apart(found, name)

@@ -18,7 +18,7 @@ from bnfuse.core.errors import BnfuseError
 
 from . import chain
 from .call import Fused
-from .capture import Captured, capture
+from .capture import Arguments, Captured, capture, traits_of
 from .program import Call, Compiling, Program
 from .reports import Part, Report
 from .shell import FusedModule, plain
@@ -28,9 +28,6 @@ log = logging.getLogger("bnfuse")
 
 PIECES = 4  # of backward, where there are several processes
 MOST_CHANGES = 8  # of attributes, each captured anew: then it is one that changes all the time
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +197,10 @@ class Engine:
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise BnfuseError(f"{self.name}: takes a tensor of {kind}: dense ones of floats can be captured")
+            if not tensor.numel():
+                raise BnfuseError(
+                    f"{self.name}: takes an empty tensor {list(tensor.shape)}: nothing here computes with it"
+                )
 
     def follow(self) -> None:
         """Look at the tree of modules; where it has other parts than before, begin anew."""
@@ -265,7 +266,7 @@ class Engine:
                 raise BnfuseError(self.programs.refused[key])
             self.check_changes(key)
             try:
-                entry = self.at_other_batch(key) or self.made(key, arguments)
+                entry = self.at_other_batch(key, arguments) or self.made(key, arguments)
             except BnfuseError as error:
                 self.programs.refused[key] = str(error)
                 raise
@@ -307,7 +308,7 @@ class Engine:
                 return next(name for (name, was), (_, now) in zip(other.baked, key.baked, strict=True) if was != now)
         return None
 
-    def at_other_batch(self, key: Key) -> Entry | None:
+    def at_other_batch(self, key: Key, arguments: Arguments) -> Entry | None:
         """Compile a program that there is for another batch size too; None where none can be."""
         if not key.inputs or not key.inputs[0].shape:
             return None
@@ -319,6 +320,9 @@ class Engine:
             if other.baked != self.values([name for name, _ in other.baked]):
                 continue
             begun = time.perf_counter()
+            if traits_of(plain(self.fused, self.own_forward), arguments, self.name) != entry.program.captured.traits:
+                log.info("%s: captured anew for a batch of %d, which its forward computes by", self.name, batch)
+                continue
             try:
                 entry.program.add(batch)
             except BnfuseError as error:

@@ -122,6 +122,11 @@ def counts_of(program: Any, module: nn.Module, name: str) -> dict[str, int]:
     roots: dict[Any, Any] = {}
     found: dict[str, int] = {}
     for node in program.graph.nodes:
+        if "instance_norm" in str(node.target) and is_given(node.args[3:5]) and node.args[5] is True:
+            raise BnfuseError(
+                f"{name}: an InstanceNorm{where(node)} moves running statistics (track_running_stats=True), which a "
+                "fused one would not: build it without, or put it into evaluation mode"
+            )
         roots[node] = aliased(node, roots)
         root = roots[node] if is_in_place(node) else None
         if root is None or root.op != "placeholder":
@@ -134,6 +139,11 @@ def counts_of(program: Any, module: nn.Module, name: str) -> dict[str, int]:
             raise BnfuseError(f"{name}: counts the batches of a BatchNorm by '{node.target}', and not one by one")
         found[target] = found.get(target, 0) + 1
     return found
+
+
+def is_given(operands: Any) -> bool:
+    """Tell whether one of some optional operands is there."""
+    return any(one is not None for one in operands)
 
 
 def is_in_place(node: Any) -> bool:

@@ -14,7 +14,7 @@ from bnfuse.core.ranges import check_whole
 
 from .engine import Engine, Options
 from .partial import fuse_parts
-from .shell import FusedModule, shell
+from .shell import FusedModule, rebound, shell
 
 
 def fuse(
@@ -76,7 +76,7 @@ def fuse(
 def fused_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> FusedModule:
     """Fuse a module as a whole. Raises BnfuseError where it cannot be."""
     fused = shell(module)
-    engine = Engine(fused, module.__dict__.get("forward"), options)
+    engine = Engine(fused, rebound(module.__dict__.get("forward"), module, fused), options)
     fused.__dict__["_bnfuse"] = engine
     engine.prepare(args, kwargs)
     return fused

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from bnfuse.core.errors import BnfuseError
 
 from .reports import Part, Report, report
+from .shell import rebound
 from .undisturbed import as_found
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
@@ -109,7 +110,7 @@ def has_norms(module: nn.Module) -> bool:
 def copied(module: nn.Module) -> nn.Module:
     """Copy a module that shares all but its table of submodules."""
     made: nn.Module = type(module).__new__(type(module))
-    made.__dict__.update(module.__dict__)
+    made.__dict__.update(rebound(module.__dict__, module, made))
     made.__dict__["_modules"] = module._modules.copy()
     return made
 

@@ -74,6 +74,7 @@ class Program:
             self.step.loss_scale = 1.0  # what gradients come in with is the caller's
         self.on_gpu = compiling.target.startswith("cuda")
         self.home = {name: as_torch(view) for name, view in self.step.state_views().items()}
+        self.address = {name: home.data_ptr() for name, home in self.home.items()}
         program = self.step.program
         self.draws = bool(self.step.sampling.random) or any(
             isinstance(argument, p.Scalar) and argument.name == "seed"
@@ -98,13 +99,23 @@ class Program:
 
     def elsewhere(self, state: Mapping[str, torch.Tensor]) -> list[str]:
         """Name the tensors that do not lie in the step's memory, or lie there otherwise: turned, or a part of it."""
-        homes = self.home
-        return [
+        places, homes = self.address, self.home
+        late = [
             name
             for name, one in state.items()
-            if name in homes
-            and (one.data_ptr() != homes[name].data_ptr() or not one.is_contiguous() or one.shape != homes[name].shape)
+            if name in places
+            and (one.data_ptr() != places[name] or not one.is_contiguous() or one.shape != homes[name].shape)
         ]
+        if any(self.home[name].data_ptr() != places[name] for name in late):
+            self.return_home()
+        return late
+
+    def return_home(self) -> None:
+        """Make the views of the step's memory anew that are elsewhere: what moves a tensor of the module into memory
+        of several processes (share_memory, a queue) moves all that are views of the same."""
+        for name, view in self.step.state_views().items():
+            if self.home[name].data_ptr() != self.address[name]:
+                self.home[name] = as_torch(view)
 
     def place_for(self, state: Mapping[str, torch.Tensor]) -> Program:
         """Give the program whose memory the tensors may enter: this one, unless others live where they would go."""
@@ -144,6 +155,8 @@ class Program:
         another step's. Says whether it is one now."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.is_contiguous()
         if not plain or uses(tensor) != UNSHARED or name in self.captured.cumulative or not tensor.numel():
+            return False
+        if not tensor.is_cuda and tensor.is_shared():  # other processes see it there
             return False
         with torch.inference_mode(False):
             tensor.data = self.home[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,15 @@ class FusedModule(nn.Module):
         engine = self._bnfuse
         module = copy.deepcopy(plain(self, engine.own_forward), memo)
         fused = shell(module)
-        forward = module.__dict__.get("forward")
+        forward = rebound(module.__dict__.get("forward"), module, fused)
         fused.__dict__["_bnfuse"] = type(engine)(fused, forward, engine.options, engine.programs)
         memo[id(self)] = fused
         return fused
+
+    def __copy__(self) -> Any:
+        raise BnfuseError(
+            "copy.copy of a fused module would share its tables and its step: take copy.deepcopy, or fuse a copy"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise BnfuseError(
@@ -71,7 +77,13 @@ def shell(module: nn.Module) -> FusedModule:
     own: Any = type(module)
     kind: Any = class_of(own)
     made: FusedModule = kind.__new__(kind)
-    made.__dict__.update(module.__dict__)
+    made.__dict__.update(rebound(module.__dict__, module, made))
+    for path, part in module.named_modules():
+        if path and (odd := [key for key, value in part.__dict__.items() if rebound(value, module, made) is not value]):
+            raise BnfuseError(
+                f"'{path}.{odd[0]}' holds the module around it, or a method of that: a fused one is another, with a "
+                "mode of its own. Call the method with the module"
+            )
     made.__dict__.pop("forward", None)
     made.__dict__.pop("_compiled_call_impl", None)
     for name in HOLDS_HOOKS:
@@ -84,9 +96,33 @@ def plain(fused: FusedModule, forward: Any) -> nn.Module:
     that the module had as an attribute of its own, None where it had none."""
     kind: Any = type(fused).__mro__[2]
     made: nn.Module = kind.__new__(kind)
-    made.__dict__.update({key: value for key, value in fused.__dict__.items() if key not in ("_bnfuse", "forward")})
+    kept = {key: value for key, value in fused.__dict__.items() if key not in ("_bnfuse", "forward")}
+    made.__dict__.update(rebound(kept, fused, made))
     for name in HOLDS_HOOKS:
         made.__dict__[name] = OrderedDict()
     if forward is not None:
-        made.__dict__["forward"] = forward
+        made.__dict__["forward"] = rebound(forward, fused, made)
     return made
+
+
+def rebound(value: Any, old: nn.Module, new: nn.Module, depth: int = 4) -> Any:
+    """Give a value in which methods of one module are those of another, which has its attributes: they read modes
+    there. What holds none is the same object."""
+    if value is old:
+        return new
+    if not depth:
+        return value
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    if type(value) is functools.partial:
+        parts = value.func, value.args, value.keywords
+        func, args, keywords = (rebound(one, old, new, depth - 1) for one in parts)
+        changed = any(a is not b for a, b in zip(parts, (func, args, keywords), strict=True))
+        return functools.partial(func, *args, **keywords) if changed else value
+    if type(value) is dict:
+        found = {key: rebound(one, old, new, depth - 1) for key, one in value.items()}
+        return found if any(found[key] is not one for key, one in value.items()) else value
+    if type(value) in (list, tuple):
+        items = [rebound(one, old, new, depth - 1) for one in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value

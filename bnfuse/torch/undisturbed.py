@@ -57,20 +57,29 @@ def what_gradients_would_miss() -> Iterator[None]:
 
         return call
 
-    function, tensor = torch.autograd.Function, torch.Tensor
+    def entered(self: Any) -> None:
+        if self.mode and threading.get_ident() == here:
+            raise BnfuseError(
+                "turns gradients off (torch.inference_mode): a fused module has the gradients of all that it computes"
+            )
+        enter(self)
+
+    function, tensor, inference = torch.autograd.Function, torch.Tensor, torch.inference_mode
+    apply, hook, enter = function.__dict__["apply"], tensor.register_hook, inference.__enter__
     base: Any = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
-    apply, hook = function.__dict__["apply"], tensor.register_hook
     kind = "the autograd.Function '{}'"
     function.apply = classmethod(  # type: ignore[assignment, method-assign]
         refusing(kind, apply.__func__)
     )
     base.apply = classmethod(refusing(kind, lambda own, *args, **kwargs: super(base, own).apply(*args, **kwargs)))
     tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)  # type: ignore[method-assign]
+    inference.__enter__ = entered  # type: ignore[method-assign]
     try:
         yield
     finally:
         function.apply, tensor.register_hook = apply, hook  # type: ignore[method-assign]
         del base.apply
+        inference.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

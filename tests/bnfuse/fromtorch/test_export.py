@@ -280,3 +280,57 @@ def test_arguments_and_results_have_their_names_in_the_module():
     signature = signature_of(build_training_graph(changed(two_heads), example={"images": images()}, loss=loss))
     assert signature.data == ("images",)
     assert signature.labels == ("labels_main", "labels_aux")
+
+
+def test_a_module_that_computes_by_the_batch_is_of_its_batch_alone():
+    import torch
+    from torch import nn
+
+    from bnfuse.graph.batches import with_batch
+    from bnfuse.graph.training_graph import open_graph
+
+    class Odd(nn.Module):
+        def __init__(self, power: int) -> None:
+            super().__init__()
+            self.power = power
+            self.body = nn.Sequential(
+                nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 1)), nn.BatchNorm2d(4), nn.Flatten()
+            )
+
+        def forward(self, x):
+            return self.body(x) / x.shape[0] ** self.power
+
+    for power in (0, 1):
+        model = build(Odd(power), example=torch.randn(4, 3, 2, 2)).model
+        assert sum("original1" in name for name in signature_of(model).gradients) == 1
+        if power:
+            with pytest.raises(BnfuseError, match="computes by the number of samples"):
+                with_batch(open_graph(model, name="odd"), 6)
+        else:
+            assert with_batch(open_graph(model, name="odd"), 6).batch == 6
+
+
+def test_tensors_with_the_names_of_results_stay_themselves():
+    import torch
+    from fused_networks import images
+    from torch import nn
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.mul = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            y = self.conv(x).mean((2, 3))
+            return y * y * self.mul
+
+    from bnfuse.fromtorch.export import exported
+
+    model = exported(Odd(), images())
+    made = {name for node in model.graph.node for name in node.output}
+    assert "mul" in {tensor.name for tensor in model.graph.initializer} - made
+    bad = model.graph.node.add(op_type="Neg", input=["mul"], output=["mul"])
+    assert bad.output
+    with pytest.raises(BnfuseError, match="an initializer and the result of a node of one name"):
+        build(model)

@@ -127,6 +127,30 @@ def test_what_has_other_gradients_or_effects_than_its_operators(forward, match):
     refused(forward, match)
 
 
+def test_inference_mode_kept_tensors_and_moving_statistics_of_instance_norms():
+    import torch
+    from fused_networks import images
+    from torch import nn
+
+    import bnfuse.torch
+    from bnfuse.core.errors import BnfuseError
+
+    def inferred(module, x):
+        with torch.inference_mode():
+            y = module.conv(x)
+        return y.clone()
+
+    def keeping(module, x):
+        module.conv.feature = module.conv(x)
+        return module.conv.feature
+
+    refused(inferred, "turns gradients off")
+    refused(keeping, "the attribute 'conv.feature'")
+    norms = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True))
+    with pytest.raises(BnfuseError, match="moves running statistics"):
+        bnfuse.torch.fuse(norms, images())
+
+
 def test_a_tensor_with_a_gradient_that_is_no_parameter():
     import torch
 

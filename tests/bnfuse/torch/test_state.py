@@ -195,3 +195,58 @@ def test_pickling_and_data_parallel_are_refused(fused):
         pickle.dumps(fused)
     with pytest.raises(BnfuseError, match="DistributedDataParallel"):
         fused._replicate_for_data_parallel()
+
+
+def test_memory_that_several_processes_share_is_read_there_and_stays_there(fused):
+    import torch
+
+    fused.share_memory()
+    for _ in range(2):
+        with torch.no_grad():
+            fused.head.weight.mul_(2)
+        agrees(fused)
+    assert fused.head.weight.is_shared()
+
+
+def test_a_method_bound_to_the_module_reads_the_mode_of_the_fused_one(first):
+    import types
+
+    import torch
+    from fused_networks import images, made
+    from torch.nn import functional
+
+    import bnfuse.torch
+
+    def forward(self, x):
+        return functional.dropout(type(self).forward(self, x), 0.5, self.training)
+
+    module = made()
+    module.forward = types.MethodType(forward, module)
+    fused = bnfuse.torch.fuse(module, images()).eval()
+    assert module.training
+    assert torch.equal(fused(images()), fused(images()))
+    assert not torch.equal(module(images()), module(images()))
+
+
+def test_what_a_forward_computes_by_the_batch_and_what_has_the_name_of_a_result():
+    import torch
+    from fused_networks import doubled, images
+    from torch import nn
+
+    import bnfuse.torch
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.register_buffer("mean", torch.linspace(0, 1, 4)[:, None, None])
+
+        def forward(self, x):
+            y = self.conv(x) - self.mean
+            return (y * y.mean((2, 3), keepdim=True)).sum((2, 3)) / x.shape[0]
+
+    fused = bnfuse.torch.fuse(Odd(), images(4))
+    exact = doubled(Odd())
+    exact.load_state_dict(fused.state_dict())
+    for batch in (4, 6):
+        torch.testing.assert_close(fused(images(batch)).double(), exact(images(batch).double()), rtol=1e-4, atol=1e-5)
