@@ -141,9 +141,8 @@ def calls() -> Iterator[Call]:
         yield Call("dense", "test_equals_numpy", (problem,))
     for problem in load(RUNTIME / "test_loss.py").CASES:
         yield Call("loss", "test_loss_and_gradient", (problem,))
-    for momentum, nesterov in load(RUNTIME / "test_optim_kernels.py").SGDS:
-        yield Call("optim_kernels", "test_sgd", (momentum, nesterov))
-    yield Call("optim_kernels", "test_adamw")
+    for kind in load(RUNTIME / "test_optim_kernels.py").KERNELS:
+        yield Call("optim_kernels", "test_is_the_formula", (kind,))
     yield Call("layout_kernels", "test_from_slot_to_slot")
     for op in load(RUNTIME / "test_generic.py").UNARY:
         yield Call("generic", "test_unary", (op,))
