@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop
-from bnfuse.runtime.kernels.common.params import tail_name
+from bnfuse.runtime.kernels.common.tails import tail_name
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.state import Lowering

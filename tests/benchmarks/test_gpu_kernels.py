@@ -35,8 +35,8 @@ def problems() -> list[tuple[tuning.Task, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def task(problems) -> tuning.Task:
-    """Of a convolution's gradients: a choice is a pair of plans."""
-    return next(task for task, _ in problems if task.request.kind == CONV_BACKWARD and len(task.choices) > 3)
+    """Of a convolution's gradients: a choice is a pair of plans, and there are several of either."""
+    return next(task for task, _ in problems if task.request.kind == CONV_BACKWARD and len(task.choices) > 4)
 
 
 def rows(task: tuning.Task, times: dict[int, float], **changed: Any) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_what_two_plans_gain_adds_up(task, tmp_path):
 def test_bounds_leave_choices_of_each_part(task):
     rule, *some = script.bounded(task.choices, 5)
     assert rule == task.choices[0]
-    assert {choice.plan[0] == rule.plan[0] for choice in some} == {True, False} and len(some) <= 4
+    assert [choice.plan[0] == rule.plan[0] for choice in some] in ([True, False] * 2, [False, True] * 2)
     assert sorted(map(repr, script.bounded(task.choices, 100))) == sorted(map(repr, task.choices))
     forward = [tuning.Choice("tile", i) for i in range(4)]
     assert script.bounded(forward, 3) == forward[:3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Collection
@@ -33,8 +32,8 @@ def operator_params(
     """List the parameters that the contract of kernel.py gives an operator of steps: operands, then results.
 
     Under Accumulate dx is both, and `acc` is neither. `weight` are the elements and the dtype of a weight that is not
-    taken as it lies in the file (float32 OIHW). Operands named in `unread` are none of this kernel's. Those of a tail
-    come last. Raises BnfuseError where a parameter has more elements than int32 can index.
+    taken as it lies in the file (float32 OIHW). Operands named in `unread` are none of this kernel's. Raises
+    BnfuseError where a parameter has more elements than int32 can index.
     """
     spec, params = problem.spec, []
     for name in (*(name for name in spec.operands if name != "acc" and name not in unread), *spec.results):
@@ -43,27 +42,7 @@ def operator_params(
             what = f"{name} has {elements} elements, more than int32 can index"
             raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
         params.append(Param(name, _access(spec, name), elements, dtype, is_map=name in dict(problem.maps)))
-    return (*params, *tail_params(problem))
-
-
-def tail_params(problem: Problem) -> list[Param]:
-    """List the parameters of what is done behind an operator's sums, operator by operator."""
-    if not problem.tail:
-        return []
-    from bnfuse.runtime.kernels.common.coefficients import LOOPS
-
-    loops = [LOOPS[name](*arguments) for name, arguments in problem.tail]
-    return [dataclasses.replace(p, name=tail_name(i, p.name)) for i, loop in enumerate(loops) for p in loop.params]
-
-
-def tail_name(member: int, name: str) -> str:
-    """Name a parameter of operator number `member` of a tail."""
-    return f"tail{member}_{name}"
-
-
-def is_of_tail(name: str) -> bool:
-    """Tell whether a parameter is one of a tail."""
-    return name.startswith("tail")
+    return tuple(params)
 
 
 def _access(spec: OpSpec, name: str) -> Access:

@@ -19,7 +19,8 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, param_name
-from bnfuse.runtime.kernels.common.params import tail_name, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.tails import tail_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget

@@ -17,8 +17,9 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import WEIGHT_GRADS, OpSpec
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
-from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
+from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
@@ -95,7 +96,7 @@ class Stages:
         self.input = self.weight = None
         scratch: list[Param] = []
         weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD), target.map_dtype
-        self.own = operator_params(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
+        self.own = params_with_tail(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
         if wants_input(problem):
             c = gradient_correlation(problem)
             operand = Operand(problem, True)

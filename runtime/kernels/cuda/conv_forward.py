@@ -5,7 +5,8 @@ from __future__ import annotations
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
-from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of
@@ -49,7 +50,7 @@ def conv_forward(
     channels = problem.map(EpiloguePlan(problem).result).c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
-    params = (*operator_params(problem, weight=weight), *scratch)
+    params = (*params_with_tail(problem, weight=weight), *scratch)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)
 

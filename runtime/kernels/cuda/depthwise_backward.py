@@ -28,8 +28,9 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import spatial_axes
-from bnfuse.runtime.kernels.common.params import is_of_tail, operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
+from bnfuse.runtime.kernels.common.tails import is_of_tail, params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseEpilogue, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_gather import input_stage, weight_stage
@@ -68,7 +69,7 @@ def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
     plain = spec.core in CONV_GRADS and not spec.is_transposed
     if not plain or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution's gradient; ask for it from another generator")
-    params = operator_params(problem)
+    params = params_with_tail(problem)
     scratch = []
     inputs, weights = plans_of(problem, target)
     if reductions_of(spec):

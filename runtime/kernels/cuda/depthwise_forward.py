@@ -28,7 +28,8 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import spatial_axes
-from bnfuse.runtime.kernels.common.params import is_of_tail, operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.tails import is_of_tail, params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
@@ -76,7 +77,7 @@ def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
     spec, x = problem.spec, problem.map("x")
     if spec.core != "Conv" or not is_depthwise(problem.weight, problem.attribute("group"), x.c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution; ask for it from another generator")
-    params = operator_params(problem)
+    params = params_with_tail(problem)
     work = work_of(problem)
     plan = plan_of(problem, work, target) or gathering_plan(work, target)
     if "Statistics" in spec.epilogue:

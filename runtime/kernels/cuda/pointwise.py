@@ -7,7 +7,7 @@ With Statistics or Reduce a second stage merges the tiles. Both run at the speed
 from __future__ import annotations
 
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
-from bnfuse.runtime.kernels.common.params import operator_params
+from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -35,7 +35,7 @@ def _map(problem: Problem, target: CudaTarget, result: str, operand: Operand) ->
     def emit(block: Block, epilogue: Epilogue) -> None:
         _emit(block, problem, sweep, operand, epilogue)
 
-    return operator_kernel(problem, target, sweep, operator_params(problem), emit)
+    return operator_kernel(problem, target, sweep, params_with_tail(problem), emit)
 
 
 def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, epilogue: Epilogue) -> None:

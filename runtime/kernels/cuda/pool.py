@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
-from bnfuse.runtime.kernels.common.params import operator_params
+from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.common.windows import (
     WindowAxis,
     Windows,
@@ -73,7 +73,7 @@ def _over_windows(
 
         sweep.run(block, pool.left, lambda i, pixel, valid: None, visit)
 
-    params = operator_params(problem)
+    params = params_with_tail(problem)
     return operator_kernel(problem, target, sweep, params, emit)
 
 
@@ -261,7 +261,7 @@ def _global_forward(problem: Problem, target: CudaTarget) -> Kernel:
         _emit_global(block, problem, sweep, epilogue)
 
     shared = max(sweep.team.sums_bytes(1), reductions.shared_bytes(sweep.team) if reductions else 0)
-    return operator_kernel(problem, target, sweep, operator_params(problem), emit, shared=shared)
+    return operator_kernel(problem, target, sweep, params_with_tail(problem), emit, shared=shared)
 
 
 def _emit_global(block: Block, problem: Problem, sweep: Sweep, epilogue: Epilogue) -> None:
@@ -329,7 +329,7 @@ def pool_backward(problem: Problem, target: CudaTarget) -> Kernel:
             problem,
             target,
             sweep,
-            operator_params(problem),
+            params_with_tail(problem),
             lambda block, epilogue: _emit_global_backward(block, problem, sweep, epilogue),
         )
     return _over_windows(problem, target, windows_of(problem, "dy"), dx, _Backward)

@@ -22,7 +22,7 @@ from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.coefficients import Member
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
-from bnfuse.runtime.kernels.common.params import is_of_tail
+from bnfuse.runtime.kernels.common.tails import is_of_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage

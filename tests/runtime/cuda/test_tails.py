@@ -17,7 +17,7 @@ from bnfuse.graph.signature import signature_of
 from bnfuse.opset.spec import parse
 from bnfuse.passes import rewrite
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.params import tail_name
+from bnfuse.runtime.kernels.common.tails import tail_name
 from bnfuse.runtime.kernels.cuda.coefficients import coefficients
 from bnfuse.runtime.kernels.cuda.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cuda.conv_forward import conv_forward
