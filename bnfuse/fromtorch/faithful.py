@@ -9,6 +9,7 @@ two parameters in one memory              which the graph trains apart
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.module_state import COUNT
 
 HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+ALL = "a training graph has the gradients of all that it computes"
 
 
 def check_module(module: Any, name: str) -> None:
@@ -43,27 +45,31 @@ def check_module(module: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def own_gradients_refused(torch: Any) -> Iterator[None]:
-    """Raise where a forward that is traced in this context calls a function with a gradient of its own."""
+    """Raise where a forward that is traced in this context calls a function with a gradient of its own, hooks a tensor,
+    or turns gradients off without a trace. Other threads go on as they did."""
+    here = threading.get_ident()
 
-    def refused(kind: str) -> Callable[..., Any]:
-        def refuse(self: Any, *_: Any, **__: Any) -> Any:
+    def refusing(kind: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here:
+                return own(self, *args, **kwargs)
             what = getattr(self, "__name__", type(self).__name__)
             raise BnfuseError(f"{kind.format(what)} has a gradient that is not that of its operators")
 
-        return refuse
+        return call
 
     def entered(self: Any) -> None:
-        if self.mode:
-            raise BnfuseError(
-                "turns gradients off (torch.inference_mode): a training graph has those of all it computes"
-            )
+        if self.mode and threading.get_ident() == here:
+            raise BnfuseError(f"turns gradients off (torch.inference_mode): {ALL}")
         enter(self)
 
     function, tensor, inference = torch.autograd.Function, torch.Tensor, torch.inference_mode
     apply, hook, enter = function.__dict__["apply"], tensor.register_hook, inference.__enter__
-    base = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
-    function.apply = base.apply = classmethod(refused("the autograd.Function '{}'"))
-    tensor.register_hook = refused("a tensor with a hook ('{}.register_hook')")
+    base: Any = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
+    kind = "the autograd.Function '{}'"
+    function.apply = classmethod(refusing(kind, apply.__func__))
+    base.apply = classmethod(refusing(kind, lambda own, *args, **kwargs: super(base, own).apply(*args, **kwargs)))
+    tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)
     inference.__enter__ = entered
     try:
         yield
@@ -76,7 +82,10 @@ def check_program(program: Any, name: str) -> None:
     """Raise where a program stops gradients, or has a tensor with a gradient that is no parameter."""
     for key, tensor in program.constants.items():
         if getattr(tensor, "requires_grad", False) or getattr(tensor, "grad_fn", None) is not None:
-            raise BnfuseError(f"{name}: '{key}' is a tensor with a gradient, and no parameter: make it an nn.Parameter")
+            raise BnfuseError(
+                f"{name}: '{key}' is a tensor with a gradient, and no parameter: make it an nn.Parameter, "
+                "or compute it in forward"
+            )
     signature = program.graph_signature
     outer = {*signature.inputs_to_parameters, *signature.user_inputs}
     follows = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in outer}
@@ -84,15 +93,16 @@ def check_program(program: Any, name: str) -> None:
         if node.op != "call_function":
             continue
         operands = [*node.args, *([None] * 6)]
-        if "instance_norm" in str(node.target) and operands[3] is not None and operands[5] is True:
+        given = any(operand is not None for operand in operands[3:5])
+        if "instance_norm" in str(node.target) and given and operands[5] is True:
             raise BnfuseError(
                 f"{name}: an InstanceNorm{place_of(node)} moves running statistics (track_running_stats=True), which "
-                "no graph does: build it without"
+                "no graph does: build it without, or put it into evaluation mode"
             )
         reached = follows.intersection(node.all_input_nodes)
         if "set_grad_enabled" in str(node.target) or (reached and "detach" in str(node.target)):
             what = "turns gradients off (torch.no_grad)" if "set_grad" in str(node.target) else "detaches a tensor"
-            raise BnfuseError(f"{name}: {what}{place_of(node)}: a training graph has the gradients of all it computes")
+            raise BnfuseError(f"{name}: {what}{place_of(node)}: {ALL}")
         if reached:
             follows.add(node)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.fromtorch.faithful import check_program, place_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 STATISTICS = ("running_mean", "running_var")
@@ -34,8 +35,7 @@ class Facts:
 def read(program: Any, module: nn.Module, name: str) -> Facts:
     """Read the facts. Raises BnfuseError where the module does what a fused one would not."""
     graph, signature = program.graph, program.graph_signature
-    refuse_constants(program, name)
-    refuse_detached(graph, signature, name)
+    check_program(program, name)
     inputs = tuple(
         spec.arg.name
         for spec in signature.input_specs
@@ -69,39 +69,6 @@ def read(program: Any, module: nn.Module, name: str) -> Facts:
     )
 
 
-def refuse_constants(program: Any, name: str) -> None:
-    """Refuse tensors that are attributes of the module, neither parameters nor buffers, where they have gradients."""
-    for key, tensor in program.constants.items():
-        if isinstance(tensor, torch.Tensor) and (tensor.requires_grad or tensor.grad_fn is not None):
-            raise BnfuseError(
-                f"{name}: '{key}' is a tensor with a gradient, and no parameter: make it an nn.Parameter, or "
-                "compute it in forward"
-            )
-
-
-def refuse_detached(graph: Any, signature: Any, name: str) -> None:
-    """Refuse what stops gradients: it leaves no trace in a graph of operators."""
-    outer = {*signature.inputs_to_parameters, *signature.user_inputs}
-    follows = {node for node in graph.nodes if node.op == "placeholder" and node.name in outer}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        target = str(node.target)
-        reached = follows.intersection(node.all_input_nodes)
-        if "set_grad_enabled" in target or (reached and "detach" in target):
-            what = "turns gradients off (torch.no_grad)" if "set_grad" in target else "detaches a tensor"
-            raise BnfuseError(f"{name}: {what}{where(node)}: a fused module has the gradients of all that it computes")
-        if reached:
-            follows.add(node)
-
-
-def where(node: Any) -> str:
-    """Say in which submodule a node was made, where that is known."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    return f" in '{path}'" if path else ""
-
-
 def is_training_norm(node: Any) -> bool:
     """Tell whether a node normalises by the statistics of the batch, and is a BatchNorm."""
     target = str(node.target)
@@ -122,11 +89,6 @@ def counts_of(program: Any, module: nn.Module, name: str) -> dict[str, int]:
     roots: dict[Any, Any] = {}
     found: dict[str, int] = {}
     for node in program.graph.nodes:
-        if "instance_norm" in str(node.target) and is_given(node.args[3:5]) and node.args[5] is True:
-            raise BnfuseError(
-                f"{name}: an InstanceNorm{where(node)} moves running statistics (track_running_stats=True), which a "
-                "fused one would not: build it without, or put it into evaluation mode"
-            )
         roots[node] = aliased(node, roots)
         root = roots[node] if is_in_place(node) else None
         if root is None or root.op != "placeholder":
@@ -134,16 +96,13 @@ def counts_of(program: Any, module: nn.Module, name: str) -> dict[str, int]:
         target = targets.get(root.name)
         if target not in own:
             what = f"'{target}'" if target else "its input"
-            raise BnfuseError(f"{name}: its forward changes {what} in place{where(node)}, which a fused one would not")
+            raise BnfuseError(
+                f"{name}: its forward changes {what} in place{place_of(node)}, which a fused one would not"
+            )
         if "add_" not in str(node.target) or node.args[1] != 1:
             raise BnfuseError(f"{name}: counts the batches of a BatchNorm by '{node.target}', and not one by one")
         found[target] = found.get(target, 0) + 1
     return found
-
-
-def is_given(operands: Any) -> bool:
-    """Tell whether one of some optional operands is there."""
-    return any(one is not None for one in operands)
 
 
 def is_in_place(node: Any) -> bool:

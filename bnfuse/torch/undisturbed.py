@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import logging
 import random
-import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,8 @@ import torch
 from torch import nn
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.fromtorch.export import quiet as said_nothing
+from bnfuse.fromtorch.faithful import own_gradients_refused
 
 from .facts import BATCH_NORM, STATISTICS
 from .watch import OWN, frozen
@@ -35,51 +34,9 @@ def as_found(module: nn.Module, *, watched: bool = True) -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.autocast(device.type, enabled=False),
-        what_gradients_would_miss() if watched else contextlib.nullcontext(),
+        own_gradients_refused(torch) if watched else contextlib.nullcontext(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def what_gradients_would_miss() -> Iterator[None]:
-    """Refuse what a graph of operators does not show: gradients that a function of its own or a hook gives.
-
-    Other threads go on as they did.
-    """
-    here = threading.get_ident()
-
-    def refusing(kind: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here:
-                return own(self, *args, **kwargs)
-            what = getattr(self, "__name__", type(self).__name__)
-            raise BnfuseError(f"{kind.format(what)} has a gradient that is not that of its operators")
-
-        return call
-
-    def entered(self: Any) -> None:
-        if self.mode and threading.get_ident() == here:
-            raise BnfuseError(
-                "turns gradients off (torch.inference_mode): a fused module has the gradients of all that it computes"
-            )
-        enter(self)
-
-    function, tensor, inference = torch.autograd.Function, torch.Tensor, torch.inference_mode
-    apply, hook, enter = function.__dict__["apply"], tensor.register_hook, inference.__enter__
-    base: Any = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
-    kind = "the autograd.Function '{}'"
-    function.apply = classmethod(  # type: ignore[assignment, method-assign]
-        refusing(kind, apply.__func__)
-    )
-    base.apply = classmethod(refusing(kind, lambda own, *args, **kwargs: super(base, own).apply(*args, **kwargs)))
-    tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)  # type: ignore[method-assign]
-    inference.__enter__ = entered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        function.apply, tensor.register_hook = apply, hook  # type: ignore[method-assign]
-        del base.apply
-        inference.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -173,14 +130,5 @@ def cumulative_momentum(module: nn.Module) -> Iterator[set[str]]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Leave out what exporters print and warn of: what counts is looked at here."""
-    loggers = [logging.getLogger(each) for each in ("torch.onnx", "torch.export", "onnxscript")]
-    levels = [each.level for each in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for each in loggers:
-            each.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for each, level in zip(loggers, levels, strict=True):
-                each.setLevel(level)
+    with said_nothing(), contextlib.redirect_stdout(io.StringIO()):
+        yield
