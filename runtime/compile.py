@@ -44,6 +44,7 @@ def compile_step(
     tune: bool = False,
     precision: str | None = None,
     batches: Sequence[int] = (),
+    evaluates: bool = True,
 ) -> Step:
     """Compile the step of a training graph, rewritten or not.
 
@@ -52,12 +53,13 @@ def compile_step(
     is told of each kernel that had to be compiled. `cache` may be a folder.
     `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
     `batches` are the batch sizes, the graph's own one by default. Raises BnfuseError where the graph has no other.
+    With `evaluates=False` the program of evaluation is left out, and `step.evaluate` is refused.
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
     machine = resolve(target, threads, precision)
-    pairs = compiled_pairs(graphs, machine, optimizer, cache, tune=tune, progress=progress)
+    pairs = compiled_pairs(graphs, machine, optimizer, cache, tune=tune, progress=progress, evaluates=evaluates)
     step = Step(
         *pairs[0],
         *pairs[1:],
@@ -85,7 +87,13 @@ def add_batch(
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
     graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
     (pair,) = compiled_pairs(
-        [with_batch(graph, batch)], step.target, step.optimizer, cache, tune=tune, progress=progress
+        [with_batch(graph, batch)],
+        step.target,
+        step.optimizer,
+        cache,
+        tune=tune,
+        progress=progress,
+        evaluates=step.evaluates,
     )
     step.add(*pair)
 
@@ -98,9 +106,10 @@ def compiled_pairs(
     *,
     tune: bool,
     progress: Progress | None,
+    evaluates: bool = True,
 ) -> list[Pair]:
     """Lower and compile the programs of training and of evaluation of each graph."""
-    lowered = [lower_graph(graph, machine, optimizer) for graph in graphs]
+    lowered = [lower_graph(graph, machine, optimizer, evaluates=evaluates) for graph in graphs]
     kept = _cache(cache)
     memory = tuning.Memory(kept)
     for training, evaluation in lowered:
@@ -114,8 +123,11 @@ def compiled_pairs(
     return list(zip(compiled[::2], compiled[1::2], strict=True))
 
 
-def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | None) -> tuple[Lowered, Lowered]:
-    """Lower the programs of training and of evaluation, the latter without launches where the graph has none."""
+def lower_graph(
+    graph: TrainingGraph, target: Target, optimizer: Optimizer | None, *, evaluates: bool = True
+) -> tuple[Lowered, Lowered]:
+    """Lower the programs of training and of evaluation, the latter without launches where the graph has none, or where
+    it is not asked for."""
     opset = graph.model.opset_imports.get("")
     if opset is None:
         raise BnfuseError(f"{graph.name}: imports no standard operators")
@@ -131,6 +143,8 @@ def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | Non
     training = lower(
         model.graph, graph.signature, target, opset=opset, file=graph.name, sampling=sampling, finish=finish
     )
+    if not evaluates:
+        return training, Lowered(p.refusal("the step was compiled without its evaluation"), [])
     try:
         cut, signature = inference_graph(graph.model, graph.signature, graph.name)
     except BnfuseError as error:  # a step that cannot be evaluated can be trained

@@ -270,6 +270,11 @@ class Step(Hosted, Updating):
         (logits,) = runner.program.outputs.values()
         return runner.result(logits)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is a program of evaluation."""
+        return not self._sizes.first.evaluate.program.refused
+
     def require_evaluation(self) -> None:
         """Raise where the step can only train: the graph names no logits, or draws what belongs into them."""
         if refused := self._sizes.first.evaluate.program.refused:

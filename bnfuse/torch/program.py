@@ -68,6 +68,7 @@ class Program:
                 precision=compiling.precision,
                 threads=compiling.threads,
                 cache=compiling.cache,
+                evaluates=False,  # a module in evaluation mode is another graph
             )
         )
         if self.step.target.precision == "fp16":
