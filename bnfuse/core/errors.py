@@ -11,6 +11,10 @@ class DivergedError(BnfuseError):
     """A training whose loss or parameters are no numbers any more: an outcome where trainings are compared."""
 
 
+class LostRankError(BnfuseError):
+    """Another rank of a run is gone, or did not answer within the limit: this one cannot go on alone."""
+
+
 class UnknownAttributeError(BnfuseError, AttributeError):
     """An attribute is set that the object does not have."""
 

@@ -51,12 +51,13 @@ WORK_TYPES = {
 
 
 def launch_workload(program: p.Program, name: str) -> Workload:
-    """Give the launches in the order in which a step runs, forward, backward, update: that of `step.profile`.
+    """Give the launches in the order in which a step runs, forward, backward, update: that of `step.profile`, without
+    exchanges between ranks.
 
     Coefficients have the bytes of the first launch of their kernel, whatever their length: they are few.
     """
     data = program.inputs[program.signature["data"][0]]
-    launches = [launch for phase in p.ALL_PHASES for launch in program.phase(phase)]
+    launches = [launch for phase in p.ALL_PHASES for launch in program.phase(phase) if not launch.exchanges]
     shared = shared_storages(program, launches)
     numbers: dict[int, int] = {}
     for launch in launches:

@@ -184,7 +184,9 @@ class Joining:
 
 def small_of(low: Lowering, launch: p.Launch) -> Small | None:
     """Describe a launch that may be part of a chain; None for any other."""
-    request = low.requests[launch.kernel]
+    request = low.request_of(launch)
+    if request is None:
+        return None
     problem = request.arguments[0]
     if any(isinstance(argument, p.Scalar) or argument for argument in launch.arguments[len(launch.buffers) :]):
         return None  # drawn, or a map in a wider buffer

@@ -25,6 +25,7 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
+from bnfuse.parallel.ranks import ONE, Ranks
 from bnfuse.runtime.kernels.common.generic_ops import SUPPORTED
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.chains import join_chains
@@ -64,14 +65,15 @@ def lower(
     file: str | None = None,
     sampling: Sampling = NOTHING,
     finish: Callable[[Lowering], None] | None = None,
+    ranks: Ranks = ONE,
 ) -> Lowered:
     """Lower a training graph to a program.
 
-    `sampling` is what the file says of inputs that are drawn; `finish` adds the launches of the update phase. `file`
-    begins the message of whatever is refused (BnfuseError).
+    `sampling` is what the file says of inputs that are drawn; `finish` adds the launches of the update phase. `ranks` run
+    it together. `file` begins the message of whatever is refused (BnfuseError).
     """
     try:
-        return _lower(Lowering(graph, signature, target, opset), sampling, finish)
+        return _lower(Lowering(graph, signature, target, opset, ranks), sampling, finish)
     except BnfuseError as error:
         raise BnfuseError(f"{file}: {error}" if file else str(error)) from None
 
@@ -349,6 +351,8 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         finite=low.finite,
         norm=low.norm,
         seed=low.seed,
+        ranks=low.ranks.size,
+        mean_loss=low.mean_loss,
         sampling=sampling.to_json(),
     )
     return Lowered(program, low.requests)

@@ -23,8 +23,9 @@ def group_coefficients(low: Lowering) -> None:
     launches: list[p.Launch] = []
     for phase in p.ALL_PHASES:
         launches += _grouped(low, [launch for launch in low.launches if launch.phase == phase])
-    used = sorted({launch.kernel for launch in launches})
-    low.launches = [p.Launch(x.phase, used.index(x.kernel), x.node, x.arguments) for x in launches]
+    used = sorted({launch.kernel for launch in launches if not launch.exchanges})
+    places = {kernel: index for index, kernel in enumerate(used)} | {kernel: kernel for kernel in p.EXCHANGES}
+    low.launches = [p.Launch(x.phase, places[x.kernel], x.node, x.arguments) for x in launches]
     low.requests = [low.requests[index] for index in used]
     low.kernels = {low.made[request].key: index for index, request in enumerate(low.requests)}
 
@@ -40,7 +41,8 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
         waiting.clear()
 
     for launch in launches:
-        if low.requests[launch.kernel].kind == COEFFICIENTS:
+        request = low.request_of(launch)
+        if request is not None and request.kind == COEFFICIENTS:
             waiting.append(launch)
             continue
         if any(depends(launch, earlier, bases) for earlier in waiting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.sampling import Box, Points
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.values import static_shape
+from bnfuse.parallel.ranks import ONE, Ranks
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.kernels.registry import Kind
@@ -34,6 +35,7 @@ class Lowering:
     signature: GraphSignature
     target: Target
     opset: int
+    ranks: Ranks = ONE  # who run the step together
 
     # where the lowering is
     phase: p.Phase = "forward"
@@ -75,6 +77,7 @@ class Lowering:
     seed: int | None = None  # storage: what all gradients begin with, where it is not 1 (fp16)
     finite: int | None = None  # storage: whether all gradients were, and so the update was made
     norm: int | None = None  # storage: the norm of all gradients
+    mean_loss: int | None = None  # storage: the loss as the mean over the ranks
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -306,6 +309,18 @@ class Lowering:
                 offsets.append(offset)
         call = (*buffers, *offsets, *scalars)
         self.launches.append(p.Launch(self.phase, self.kernels[kernel.key], self.node, call))
+
+    def exchange(self, kernel: int, storages: Iterable[int]) -> None:
+        """Exchange storages between the ranks: p.SUM each of them, p.GATHER pairs of own and all."""
+        assert self.ranks.size > 1 and kernel in p.EXCHANGES, (self.node, kernel)
+        second: Literal["in", "out", "inout"] = "inout" if kernel == p.SUM else "out"
+        first: Literal["in", "out", "inout"] = "inout" if kernel == p.SUM else "in"
+        buffers = tuple(p.Buffer(storage, (first, second)[place % 2]) for place, storage in enumerate(storages))
+        self.launches.append(p.Launch(self.phase, kernel, self.node, buffers))
+
+    def request_of(self, launch: p.Launch) -> Request | None:
+        """Give the request of a launch's kernel; None for an exchange."""
+        return None if launch.exchanges else self.requests[launch.kernel]
 
     def convert(self, dense: int, ref: MapRef, dtype: str, *, to_map: bool) -> None:
         """Copy between the layout of the file and a map."""

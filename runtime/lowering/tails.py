@@ -39,7 +39,9 @@ def join_tails(low: Lowering) -> None:
         return
     launches: list[p.Launch] = []
     for launch in low.launches:
-        place = _place(low, launches, launch) if low.requests[launch.kernel].kind == registry.COEFFICIENTS else None
+        request = low.request_of(launch)
+        is_tail = request is not None and request.kind == registry.COEFFICIENTS
+        place = _place(low, launches, launch) if is_tail else None
         if place is None:
             launches.append(launch)
         else:
@@ -64,7 +66,9 @@ def _place(low: Lowering, before: list[p.Launch], launch: p.Launch) -> int | Non
 
 def _joins(low: Lowering, earlier: p.Launch, launch: p.Launch, bases: Mapping[int, int]) -> bool:
     """Tell whether all that a launch reads of an earlier one is of the same channel."""
-    request = low.requests[earlier.kernel]
+    request = low.request_of(earlier)
+    if request is None:
+        return False
     problem, (member,) = request.arguments[0], low.requests[launch.kernel].arguments[0]
     if request.kind not in KINDS or not isinstance(problem, Problem) or len(problem.tail) == MOST:
         return False

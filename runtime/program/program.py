@@ -5,6 +5,8 @@
     accumulate launches  ->  their sum over several steps, where an update is of several
     update launches      ->  parameters, optimiser state, averages
 
+Where several ranks run a program (bnfuse/parallel), some launches are of no kernel of ours: they exchange buffers.
+
 Nothing here knows ONNX or TVM. The whole is written into a `step.bnf` as JSON.
 """
 
@@ -18,6 +20,10 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+
+SUM = -1  # in the place of a kernel: buffers "inout", each of them summed over the ranks, all in one message
+GATHER = -2  # pairs of buffers, own "in" and all "out", which gets every rank's own in the order of ranks
+EXCHANGES = {SUM: "sum", GATHER: "gather"}
 
 Phase = Literal["forward", "backward", "accumulate", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
@@ -74,7 +80,8 @@ Argument = Buffer | Scalar | int
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One call of a kernel. `node` is the ONNX node that it stands for."""
+    """One call of a kernel, or an exchange between ranks (`kernel` is SUM or GATHER), which a runner begins at its
+    place and has done before the first launch that touches its buffers. `node` is the ONNX node that it stands for."""
 
     phase: Phase
     kernel: int
@@ -85,6 +92,11 @@ class Launch:
     def buffers(self) -> tuple[Buffer, ...]:
         """List the arguments that are storages, in order."""
         return tuple(a for a in self.arguments if isinstance(a, Buffer))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it is an exchange between ranks."""
+        return self.kernel in EXCHANGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +182,9 @@ class Program:
 
     norm: int | None = None  # storage: the norm of all gradients of the last update, before they are clipped
 
+    ranks: int = 1  # how many run it together
+    mean_loss: int | None = None  # storage: the loss as the mean over the ranks, where there are several
+
     def phase(self, phase: Phase) -> list[Launch]:
         """List the launches of a phase, in order."""
         return [launch for launch in self.launches if launch.phase == phase]
@@ -188,6 +203,19 @@ class Program:
         """Give a phase as what is run. New running statistics take the place of the old ones behind the last phase
         that each step has."""
         return Part(phase, commits=phase == ("accumulate" if self.accumulates else "update"))
+
+    def name_of(self, launch: Launch) -> str:
+        """Name the kernel of a launch, or what it exchanges."""
+        return EXCHANGES[launch.kernel] if launch.exchanges else self.kernels[launch.kernel]
+
+    def work_of(self, launch: Launch) -> Work | None:
+        """Say what a launch does; None in a file of an earlier version. Of an exchange `bytes` are those of its buffers
+        that go on their way."""
+        if not launch.exchanges:
+            return self.works[launch.kernel] if self.works else None
+        sent = [self.storages[b.storage] for b in launch.buffers if b.access != "out"]
+        elements = sum(s.elements for s in sent)
+        return Work("exchange", EXCHANGES[launch.kernel], f"{elements}", 0, sum(s.bytes for s in sent))
 
 
 def refusal(why: str) -> Program:
@@ -234,8 +262,31 @@ def check(program: Program) -> None:
         if index < 0 or s.elements < 0 or s.offset < 0 or s.offset + s.bytes > program.regions[s.region]:
             raise ValueError(f"storage {index} leaves the region {s.region}")
     for launch in program.launches:
-        if launch.phase not in ALL_PHASES or launch.kernel not in range(len(program.kernels)):
+        known = launch.exchanges or launch.kernel in range(len(program.kernels))
+        if launch.phase not in ALL_PHASES or not known:
             raise ValueError(f"node '{launch.node}' has no such phase or kernel")
+        if launch.exchanges:
+            check_exchange(program, launch)
+    if not isinstance(program.ranks, int) or program.ranks < 1:
+        raise ValueError(f"it is for {program.ranks} ranks")
+    if program.mean_loss is not None and program.mean_loss not in range(len(program.storages)):
+        raise ValueError("its mean loss lies nowhere")
+
+
+def check_exchange(program: Program, launch: Launch) -> None:
+    """Raise a ValueError unless the buffers of an exchange are what it takes."""
+    held = [program.storages[buffer.storage] for buffer in launch.buffers]
+    kinds = [buffer.access for buffer in launch.buffers]
+    wanted = ["inout"] * len(held) if launch.kernel == SUM else ["in", "out"] * (len(held) // 2)
+    if program.ranks == 1 or not held or kinds != wanted or len(held) != len(launch.arguments):
+        raise ValueError(f"node '{launch.node}' exchanges no such buffers")
+    if launch.kernel == SUM:
+        fits = all(s.dtype == "float32" for s in held)
+    else:
+        pairs = zip(held[::2], held[1::2], strict=True)
+        fits = all(all_.dtype == own.dtype and all_.elements == program.ranks * own.elements for own, all_ in pairs)
+    if not fits:
+        raise ValueError(f"node '{launch.node}' exchanges buffers of other sizes or types")
 
 
 def _launch_to_data(launch: Launch) -> list[Any]:

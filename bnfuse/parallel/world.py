@@ -1,0 +1,103 @@
+"""What all worlds have in common: ranks, and the exchange of arrays and small messages between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NoReturn, Protocol
+
+import numpy as np
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.launched import Launched, launched
+
+LIMIT = 120.0  # seconds
+KINDS = ("mpi", "gloo", "nccl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """What goes on its way together.
+
+    sum       each of `arrays` (float32, contiguous) is summed over the ranks, in place
+    gather    `arrays` are pairs, own and all: `all` gets every rank's `own` in the order of ranks
+    """
+
+    kind: Literal["sum", "gather"]
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def pairs(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Give own and all, of a gather."""
+        return list(zip(self.arrays[::2], self.arrays[1::2], strict=True))
+
+
+class Request(Protocol):
+    """An exchange that is under way."""
+
+    def test(self) -> bool:
+        """Tell whether it is done, and bring it forward. Raises LostRankError as `wait` does."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is done. Raises LostRankError when a rank is gone, or did not answer within the limit."""
+        ...
+
+
+class World(Protocol):
+    """The processes that run one training, of which this is one. All of them call the same methods in the same order."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this machine
+    local_size: int
+    name: str  # MPI, gloo, NCCL
+    limit: float  # seconds that a rank waits for others before it ends the run
+
+    def start(self, exchange: Exchanged) -> Request:
+        """Begin an exchange. Its arrays are neither read nor written until it is done."""
+        ...
+
+    def sum(self, array: np.ndarray) -> None:
+        """Sum an array over the ranks, in place, and wait for it."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Give every rank's bytes, in the order of ranks, on every rank. For what is small."""
+        ...
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Give rank 0's bytes on every rank."""
+        ...
+
+    def end(self, message: str, status: int) -> NoReturn:
+        """End the run on every rank with this exit status; `message` is written as one line, unless it is empty."""
+        ...
+
+
+def open_world(kind: str | None = None, *, target: str = "cpu", limit: float = LIMIT) -> World | None:
+    """Join the ranks that a launcher started this process with; None where it is the only one.
+
+    `kind` is mpi, gloo or nccl; by default nccl for a `target` on a GPU, else mpi under mpirun and gloo under torchrun.
+    `limit` has the seconds that a rank waits for others. Raises BnfuseError where the ranks do not find each other,
+    and for a kind that cannot serve here.
+    """
+    found = launched()
+    if kind not in (None, *KINDS):
+        raise BnfuseError(f"world '{kind}' is unknown: it is one of {', '.join(KINDS)}")
+    if found is None:
+        if kind is not None:
+            raise BnfuseError(f"world '{kind}' is of several processes: start them with mpirun -n N, torchrun or srun")
+        return None
+    return opened(kind or kind_for(found, target), found, target, limit)
+
+
+def kind_for(found: Launched, target: str) -> str:
+    """Choose what carries the exchanges."""
+    if target.partition(":")[0] == "cuda":
+        return "nccl"
+    return "mpi" if found.launcher == "mpirun" else "gloo"
+
+
+def opened(kind: str, found: Launched, target: str, limit: float) -> World:
+    """Open a world of one kind."""
+    raise BnfuseError(f"world '{kind}' cannot serve a step on '{target}'")
