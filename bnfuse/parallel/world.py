@@ -44,7 +44,7 @@ class Request(Protocol):
 
 
 class World(Protocol):
-    """The processes that run one training, of which this is one. All of them call the same methods in the same order."""
+    """The processes that run one training, of which this is one. All call the same methods in the same order."""
 
     rank: int
     size: int

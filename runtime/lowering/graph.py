@@ -69,8 +69,8 @@ def lower(
 ) -> Lowered:
     """Lower a training graph to a program.
 
-    `sampling` is what the file says of inputs that are drawn; `finish` adds the launches of the update phase. `ranks` run
-    it together. `file` begins the message of whatever is refused (BnfuseError).
+    `sampling` is what the file says of inputs that are drawn; `finish` adds the launches of the update phase. `ranks`
+    run it together. `file` begins the message of whatever is refused (BnfuseError).
     """
     try:
         return _lower(Lowering(graph, signature, target, opset, ranks), sampling, finish)
