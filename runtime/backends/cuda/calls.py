@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.nccl import GpuWorld, Piece
 from bnfuse.runtime.backends.cuda.dependencies import Access, accesses_of
-from bnfuse.runtime.backends.cuda.driver import Arguments, Call, Handle
+from bnfuse.runtime.backends.cuda.driver import Arguments, Call, Handle, Stream
 from bnfuse.runtime.backends.cuda.memory import DeviceMemory
 from bnfuse.runtime.backends.cuda.queue import Queue
 from bnfuse.runtime.backends.execution import Scalars
@@ -18,11 +22,13 @@ from bnfuse.runtime.kernels.cuda.container import Code
 from bnfuse.runtime.program import program as p
 
 STEADY = ("loss_scale",)  # scalars that are not another number in each step
+WIRE = Access("wire", 0, 1, reads=True, writes=True)  # between ranks, who all begin their exchanges in one order
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a launch stands for: device kernels one after the other. Or a copy: target, source, bytes.
+    """What a launch stands for: device kernels one after the other. Or a copy: target, source, bytes. Or an exchange
+    between ranks: what enqueues it on a stream.
 
     `accesses` has what each of the kernels touches (or the copy): a graph orders them one by one, so that whoever waits
     for a convolution's input gradient does not wait for its weight gradient.
@@ -32,6 +38,7 @@ class Task:
     accesses: tuple[tuple[Access, ...], ...]
     calls: tuple[Call, ...] = ()
     copy: tuple[int, int, int] | None = None
+    exchange: Callable[[Stream], None] | None = None
     launch: p.Launch | None = None
 
 
@@ -55,6 +62,8 @@ def unpacked(program: p.Program, codes: Sequence[bytes]) -> list[Code]:
     """Unpack the code of each kernel, seen to fit the launches."""
     found = [container.unpack(code, name) for name, code in zip(program.kernels, codes, strict=True)]
     for launch in program.launches:
+        if launch.exchanges:
+            continue
         parameters = found[launch.kernel].parameters
         taken = [kind == container.BUFFER for _, kind in parameters]
         if taken != [isinstance(argument, p.Buffer) for argument in launch.arguments]:
@@ -66,14 +75,29 @@ def unpacked(program: p.Program, codes: Sequence[bytes]) -> list[Code]:
 
 
 class Calls:
-    """The tasks of a program, in order. `set_scalars` and `set_inputs` fill in what a step brings."""
+    """The tasks of a program, in order. `set_scalars` and `set_inputs` fill in what a step brings.
 
-    def __init__(self, program: p.Program, codes: Sequence[Code], modules: Modules, memory: DeviceMemory) -> None:
-        self._program, self._memory = program, memory
+    A program that exchanges needs the `world` of the ranks that run it.
+    """
+
+    def __init__(
+        self,
+        program: p.Program,
+        codes: Sequence[Code],
+        modules: Modules,
+        memory: DeviceMemory,
+        world: GpuWorld | None = None,
+    ) -> None:
+        self._program, self._memory, self._world = program, memory, world
         self._scalars: dict[p.Phase, list[tuple[Arguments, int, str]]] = {phase: [] for phase in p.ALL_PHASES}
         self._inputs: list[tuple[Arguments, int, p.Storage]] = []
         functions = [modules.functions(*named) for named in zip(program.kernels, codes, strict=True)]
-        self.tasks = [self._task(launch, codes[launch.kernel], functions[launch.kernel]) for launch in program.launches]
+        self.tasks = [
+            self._exchange(launch)
+            if launch.exchanges
+            else self._task(launch, codes[launch.kernel], functions[launch.kernel])
+            for launch in program.launches
+        ]
         self.copies = running_copies(program, memory)
         self.set_inputs({})
 
@@ -102,6 +126,31 @@ class Calls:
         given = {name: argument for name, (_, argument) in values.items()}
         touched = [accesses_of(given, stage.arguments, self._program.storages, code.slots) for stage in code.stages]
         return Task(launch.phase, tuple(map(tuple, touched)), tuple(calls), launch=launch)
+
+    def _exchange(self, launch: p.Launch) -> Task:
+        """Make the task of an exchange. All of them touch the wire: each waits for the one before it."""
+        world = self._world
+        if world is None:
+            raise BnfuseError(
+                f"the step was compiled for {self._program.ranks} ranks: start them with torchrun or mpirun, and give "
+                "compile_step or load_step the world that open_world returns"
+            )
+        held = [self._program.storages[buffer.storage] for buffer in launch.buffers]
+        touched = [
+            Access(s.region, s.offset, s.offset + s.bytes, b.access != "out", b.access != "in", b.storage)
+            for s, b in zip(held, launch.buffers, strict=True)
+        ]
+        enqueue: Callable[[Stream], None]
+        if launch.kernel == p.SUM:
+            pieces = [self._piece(storage) for storage in joined(held)]
+            enqueue = functools.partial(world.enqueue_sums, pieces)
+        else:
+            pairs = [(self._piece(own), self._piece(all_)) for own, all_ in zip(held[::2], held[1::2], strict=True)]
+            enqueue = functools.partial(world.enqueue_gathers, pairs)
+        return Task(launch.phase, ((*touched, WIRE),), exchange=enqueue, launch=launch)
+
+    def _piece(self, storage: p.Storage) -> Piece:
+        return Piece(self._memory.address(storage), storage.elements, storage.dtype)
 
     def _fill(self, arguments: Arguments, index: int, value: p.Argument, phase: p.Phase) -> None:
         """Give an argument its value, or remember that it has none yet."""
@@ -134,6 +183,23 @@ class Calls:
                 if start <= storage.offset and storage.offset + storage.bytes <= stop:
                     found = address + storage.offset - start
             arguments.set(index, found)
+
+
+def joined(storages: Iterable[p.Storage]) -> list[p.Storage]:
+    """Join gradients that lie side by side, with what only aligns them in between: fewer and longer pieces.
+
+    What aligns gradients is zeros on all ranks, and stays so. In other regions it may be anybody's.
+    """
+    found: list[p.Storage] = []
+    for storage in sorted(storages, key=lambda s: (s.region, s.offset)):
+        if found and storage.region == p.GRADIENTS == found[-1].region:
+            last = found[-1]
+            if storage.dtype == last.dtype and last.offset + p.aligned(last.bytes) == storage.offset:
+                size = storage.offset - last.offset + storage.bytes
+                found[-1] = dataclasses.replace(last, elements=size // np.dtype(last.dtype).itemsize)
+                continue
+        found.append(storage)
+    return found
 
 
 def running_copies(program: p.Program, memory: DeviceMemory) -> list[Task]:

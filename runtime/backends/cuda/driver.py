@@ -10,16 +10,15 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.nvidia import REMEDY, bindings, start, unusable
 from bnfuse.core.text import scaled
 from bnfuse.runtime.targets import arch
 
-REMEDY = "install bnfuse[cuda]"
 FREE_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel has without asking
 
 Handle = Any
@@ -71,18 +70,13 @@ class Call:
     arguments: Arguments
 
 
-@functools.cache
-def bindings() -> Any:
-    """cuda.bindings.driver."""
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise BnfuseError(f"running on a GPU needs the package cuda-bindings ({error}): {REMEDY}") from None
+def open_driver(ordinal: int | None = None) -> Driver:
+    """Open the driver of a GPU by its number, else of the thread's current one, else of the first one.
 
-
-def open_driver() -> Driver:
-    """Open the driver of the thread's current GPU, else of the first one. Raises BnfuseError where there is none."""
-    return _driver(_ordinal())
+    Raises BnfuseError where there is none. In a run of several ranks `ordinal` is the GPU that the world chose for this
+    one; it is current in the thread that opened the world.
+    """
+    return _driver(_ordinal() if ordinal is None else ordinal)
 
 
 def device_architecture() -> str | None:
@@ -102,43 +96,26 @@ def _ordinal() -> int:
     """Give the number of the current context's device."""
     cu = bindings()
     try:
-        _start(cu)
+        start(cu)
         error, context = cu.cuCtxGetCurrent()
         if int(error) or not int(context):
             return 0
         error, device = cu.cuCtxGetDevice()
         return 0 if int(error) else int(device)
     except RuntimeError as error:
-        raise _unusable(error) from None
-
-
-def _start(cu: Any) -> None:
-    """Initialise the driver and see that there is a GPU."""
-    (error,) = cu.cuInit(0)
-    if int(error) == 0:
-        return
-    if error.name == "CUDA_ERROR_NO_DEVICE":
-        raise BnfuseError("there is no NVIDIA GPU here: compile for cpu, or run the exported step on a GPU machine")
-    raise BnfuseError(
-        f"NVIDIA's driver does not start ({error.name}): update it, or restart the machine after an update"
-    )
-
-
-def _unusable(error: RuntimeError) -> BnfuseError:
-    """Make the error of bindings that raise when the driver's library, or a function in it, is not found."""
-    what = (str(error).splitlines() or ["unknown"])[0]
-    if "dlopen" in what or "load" in what.lower():
-        return BnfuseError(
-            f"there is no NVIDIA driver here ({what}): compile for cpu, or run the exported step on a GPU machine"
-        )
-    return BnfuseError(f"NVIDIA's driver is too old for this cuda-bindings ({what}): update the driver")
+        raise unusable(error) from None
 
 
 class Driver:
-    """One GPU. All methods but the constructor expect its context to be current: `with driver.active():`."""
+    """One GPU. All methods but the constructor expect its context to be current: `with driver.active():`.
+
+    `watch` is how the host waits where other ranks may be lost: it is called until what it is given says that the GPU
+    is done, and may raise. Without it the driver waits, for ever if need be.
+    """
 
     def __init__(self, cu: Any, ordinal: int = 0) -> None:
         self.cu, self.ordinal, self.process = cu, ordinal, os.getpid()
+        self.watch: Callable[[Callable[[], bool]], None] | None = None
         self._handle = self._call("cuDeviceGet", ordinal)
         self.context = self._call("cuDevicePrimaryCtxRetain", self._handle)
         attribute = cu.CUdevice_attribute
@@ -163,7 +140,7 @@ class Driver:
         try:
             return getattr(self.cu, name)(*arguments)
         except RuntimeError as error:
-            raise _unusable(error) from None
+            raise unusable(error) from None
         except AttributeError:
             raise BnfuseError(f"this cuda-bindings has no {name}: {REMEDY}") from None
 
@@ -251,13 +228,24 @@ class Driver:
         """Make a stream that the legacy default stream does not wait for."""
         return int(self._call("cuStreamCreate", int(self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
+    def new_urgent_stream(self) -> Stream:
+        """Make one whose kernels, also as nodes of a graph, get the GPU's next free places before those of others."""
+        _, greatest = self._call("cuCtxGetStreamPriorityRange")
+        flags = int(self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._call("cuStreamCreateWithPriority", flags, int(greatest)))
+
     def destroy_stream(self, stream: Stream) -> None:
         """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until all that is on the stream is done."""
+        if self.watch is not None:
+            self.watch(lambda: self._is_idle(stream))
         self._call("cuStreamSynchronize", stream)
+
+    def _is_idle(self, stream: Stream) -> bool:
+        return self._is_through("cuStreamQuery", stream)
 
     def new_event(self, timing: bool = False) -> Handle:
         """Make an event, one that can be timed if asked for."""
@@ -278,13 +266,18 @@ class Driver:
 
     def wait_for(self, event: Handle) -> None:
         """Let the host wait for an event."""
+        if self.watch is not None:
+            self.watch(lambda: self.is_done(event))
         self._call("cuEventSynchronize", event)
 
     def is_done(self, event: Handle) -> bool:
         """Tell whether what an event was recorded behind is done."""
-        (error,) = self._try("cuEventQuery", event)
+        return self._is_through("cuEventQuery", event)
+
+    def _is_through(self, name: str, what: Handle) -> bool:
+        (error,) = self._try(name, what)
         if int(error) and error.name != "CUDA_ERROR_NOT_READY":
-            self._fail("cuEventQuery", error)
+            self._fail(name, error)
         return int(error) == 0
 
     def seconds(self, start: Handle, end: Handle) -> float:
@@ -305,6 +298,15 @@ class Driver:
     def is_capturing(self, stream: Stream) -> bool:
         """Tell whether what is enqueued on the stream is captured into a graph. The legacy default stream never is."""
         return bool(stream) and int(self._call("cuStreamIsCapturing", stream)) != 0
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Let what is enqueued on the stream from now on become a graph. Other threads, and what libraries do to set
+        themselves up, go on as before."""
+        self._call("cuStreamBeginCapture", stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+    def end_capture(self, stream: Stream) -> Handle:
+        """End what `begin_capture` began. Gives the graph."""
+        return self._call("cuStreamEndCapture", stream)
 
     def captured(self, stream: Stream) -> tuple[Handle, list[Handle]]:
         """Give the graph that a stream is captured into, and the nodes that the next one waits for."""

@@ -1,35 +1,61 @@
-"""Tasks as a CUDA graph: each waits for those that it depends on, and for nothing else."""
+"""Tasks as a CUDA graph: each waits for those that it depends on, and for nothing else.
+
+An exchange between ranks is whatever NCCL enqueues on a stream. So a graph with exchanges is begun as the capture of a
+stream of its own: kernels are added to it node by node as elsewhere, and for an exchange the stream is set behind the
+nodes that it waits for, and NCCL called. What the stream would wait for then are the exchange's last nodes: a branch
+beside the kernels, which its readers wait for alone. All of it is one capture, in which NCCL keeps its own order.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda.calls import Task
 from bnfuse.runtime.backends.cuda.dependencies import dependencies
 from bnfuse.runtime.backends.cuda.driver import Call, Driver, Handle, Stream
 
+Nodes = tuple[Handle, ...]
 
-def add_tasks(driver: Driver, graph: Handle, tasks: Sequence[Task], after: Sequence[Handle]) -> Added:
-    """Add a node for each device kernel and copy, in front of which those of `after` are done."""
+
+def add_tasks(
+    driver: Driver, graph: Handle, tasks: Sequence[Task], after: Sequence[Handle], stream: Stream | None = None
+) -> Added:
+    """Add a node for each device kernel and copy, in front of which those of `after` are done.
+
+    Exchanges are captured on `stream`, which is being captured into the graph.
+    """
     parts = [(task, index) for task in tasks for index in range(len(task.accesses))]
     edges = dependencies(task.accesses[index] for task, index in parts)
-    nodes: list[Handle] = []
+    nodes: list[Nodes] = []
     late: list[tuple[Handle, Call]] = []
     for (task, index), before in zip(parts, edges, strict=True):
-        waits = [nodes[earlier] for earlier in before] or list(after)
-        if task.copy is not None:
-            nodes.append(driver.add_copy(graph, waits, *task.copy))
-            continue
-        call = task.calls[index]
-        nodes.append(driver.add_kernel(graph, waits, call))
-        if call.arguments.is_late:
-            late.append((nodes[-1], call))
+        waits = distinct(itertools.chain.from_iterable(nodes[earlier] for earlier in before)) or list(after)
+        if task.exchange is not None:
+            assert stream is not None, "exchanges are captured on a stream"
+            driver.go_on_behind(stream, waits)
+            task.exchange(stream)
+            nodes.append(tuple(driver.captured(stream)[1]))
+        elif task.copy is not None:
+            nodes.append((driver.add_copy(graph, waits, *task.copy),))
+        else:
+            call = task.calls[index]
+            node = driver.add_kernel(graph, waits, call)
+            nodes.append((node,))
+            if call.arguments.is_late:
+                late.append((node, call))
     inner = {earlier for before in edges for earlier in before}
-    return Added([node for index, node in enumerate(nodes) if index not in inner], late)
+    last = (found for index, found in enumerate(nodes) if index not in inner)
+    return Added(distinct(itertools.chain.from_iterable(last)), late)
+
+
+def distinct(nodes: Iterable[Handle]) -> list[Handle]:
+    """List each node once: an exchange that enqueues nothing ends with what it was to wait for."""
+    return list({int(node): node for node in nodes}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +66,29 @@ class Added:
     late: list[tuple[Handle, Call]]
 
 
-def capture(driver: Driver, tasks: Sequence[Task], stream: Stream) -> None:
+def capture(driver: Driver, tasks: Sequence[Task], stream: Stream) -> Added:
     """Add tasks to the graph that a stream is captured into, with their arguments as they are now."""
     graph, before = driver.captured(stream)
-    added = add_tasks(driver, graph, tasks, before)
+    added = add_tasks(driver, graph, tasks, before, stream)
     if added.last:
         driver.go_on_behind(stream, added.last)
+    return added
 
 
 class Graph:
-    """An executable graph. Arguments that changed since the last launch are brought up to date at the next one."""
+    """An executable graph. Arguments that changed since the last launch are brought up to date at the next one.
 
-    def __init__(self, driver: Driver, tasks: Sequence[Task]) -> None:
+    `side` is the stream on which exchanges are captured; a graph without any needs none.
+    """
+
+    def __init__(self, driver: Driver, tasks: Sequence[Task], side: Stream | None = None) -> None:
         self._driver = driver
-        self._graph = driver.new_graph()
-        self._late = add_tasks(driver, self._graph, tasks, ()).late
+        if any(task.exchange is not None for task in tasks):
+            assert side is not None, "exchanges need a stream to be captured on"
+            self._graph, self._late = captured_graph(driver, tasks, side)
+        else:
+            self._graph = driver.new_graph()
+            self._late = add_tasks(driver, self._graph, tasks, ()).late
         self._executable = driver.instantiate(self._graph)
         self._versions = [call.arguments.version for _, call in self._late]
         weakref.finalize(self, release, driver, self._graph, self._executable)
@@ -66,6 +100,18 @@ class Graph:
                 self._driver.update_kernel(self._executable, node, call)
                 self._versions[index] = call.arguments.version
         self._driver.launch_graph(self._executable, stream)
+
+
+def captured_graph(driver: Driver, tasks: Sequence[Task], side: Stream) -> tuple[Handle, list[tuple[Handle, Call]]]:
+    """Make a graph of tasks that exchange: it, and the nodes whose arguments may change."""
+    driver.begin_capture(side)
+    try:
+        added = capture(driver, tasks, side)
+    except BaseException:
+        with contextlib.suppress(BnfuseError):  # the stream is to be usable again, and the first error to be seen
+            driver.destroy_graph(driver.end_capture(side))
+        raise
+    return driver.end_capture(side), added.late
 
 
 def release(driver: Driver, graph: Handle, executable: Handle) -> None:

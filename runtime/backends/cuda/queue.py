@@ -22,9 +22,18 @@ class Queue:
         with driver.active():
             self._own = driver.new_stream()
         self.stream: Stream = self._own
+        self._side: Stream | None = None
         self.readers: set[Stream] = set()
         self._held: collections.deque[tuple[Handle, Any]] = collections.deque()
         weakref.finalize(self, release_stream, driver, self._own)
+
+    @property
+    def side(self) -> Stream:
+        """Give a stream that nothing runs on: exchanges between ranks are captured on it. Wants the driver active."""
+        if self._side is None:
+            self._side = self.driver.new_urgent_stream()
+            weakref.finalize(self, release_stream, self.driver, self._side)
+        return self._side
 
     def use(self, stream: Any) -> None:
         """Go on with another stream, behind what was begun on this one."""

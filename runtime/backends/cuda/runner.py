@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.nccl import GpuWorld, gpu_world
+from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.cuda import dlpack
 from bnfuse.runtime.backends.cuda.array import DeviceArray
 from bnfuse.runtime.backends.cuda.calls import Calls, Modules, Task, unpacked
@@ -37,10 +39,18 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 class CudaRunner:
-    """A program for a GPU. `beside` is the runner whose state and working memory it shares."""
+    """A program for a GPU. `beside` is the runner whose state and working memory it shares, `world` the ranks that run
+    it together. Raises BnfuseError for a world that does not reach from GPU to GPU."""
 
-    def __init__(self, compiled: Compiled, target: CudaTarget, beside: CudaRunner | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        target: CudaTarget,
+        beside: CudaRunner | None = None,
+        world: World | None = None,
+    ) -> None:
         self.program, self.target, self.beside = compiled.program, target, beside
+        self._world = gpu_world(world)
         self._codes = unpacked(compiled.program, compiled.codes)
         self._host = Memory(compiled.program, without=(p.ARENA, p.CONSTANTS)) if beside is None else None
         self._device: Device | None = None
@@ -50,7 +60,7 @@ class CudaRunner:
         """The program on the GPU, brought there when it is first wanted."""
         if self._device is None:
             beside = self.beside.device if self.beside else None
-            device = Device(self.program, self._codes, self.target, beside)
+            device = Device(self.program, self._codes, self.target, beside, self._world)
             if self._host is not None:
                 for region in [name for name in STATE if name in self._host.regions]:
                     block = self._host.regions[region]
@@ -85,9 +95,8 @@ class CudaRunner:
         times = []
         for task, seconds in self.device.profile(phases, scalars):
             if task.launch is not None:
-                kernel = task.launch.kernel
-                work = self.program.works[kernel] if self.program.works else None
-                times.append(LaunchTime(task.phase, task.launch.node, self.program.kernels[kernel], seconds, work))
+                name, work = self.program.name_of(task.launch), self.program.work_of(task.launch)
+                times.append(LaunchTime(task.phase, task.launch.node, name, seconds, work))
         return times
 
     def result(self, tensor: p.Tensor) -> Any:
@@ -130,17 +139,27 @@ class CudaRunner:
 class Device:
     """A program in the memory of a GPU, with its code, its graphs and its stream."""
 
-    def __init__(self, program: p.Program, codes: Sequence[Code], target: CudaTarget, beside: Device | None) -> None:
+    def __init__(
+        self,
+        program: p.Program,
+        codes: Sequence[Code],
+        target: CudaTarget,
+        beside: Device | None,
+        world: GpuWorld | None = None,
+    ) -> None:
         self.program = program
-        self.driver: Driver = beside.driver if beside else open_driver()
+        self.driver: Driver = beside.driver if beside else open_driver(world.device if world else None)
         self.driver.check_architecture(target.architecture)
+        if world is not None:
+            self.driver.watch = world.watch
         self.queue: Queue = beside.queue if beside else Queue(self.driver)
         self.modules: Modules = beside.modules if beside else Modules(self.queue)
         self.results: Results = beside.results if beside else Results(self.queue)
         with self.driver.active():
             shared = shared_regions(beside.memory.regions, beside.program, program) if beside else None
             self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
-            self.calls = Calls(program, codes, self.modules, self.memory)
+            self.calls = Calls(program, codes, self.modules, self.memory, world)
+            self._exchanges = any(launch.exchanges for launch in program.launches)
         self.is_fed_from_device = False
         self._graphs: dict[tuple[p.Part, ...], Graph] = {}
         self._staging: dict[str, Staging] = {}
@@ -221,7 +240,8 @@ class Device:
                 capture(self.driver, self.calls.of(parts), self.queue.stream)
                 return
             if parts not in self._graphs:
-                self._graphs[parts] = Graph(self.driver, self.calls.of(parts))
+                side = self.queue.side if self._exchanges else None
+                self._graphs[parts] = Graph(self.driver, self.calls.of(parts), side)
             self._graphs[parts].launch(self.queue.stream)
             if self._inputs:
                 self.queue.hold(list(self._inputs.values()))
@@ -264,6 +284,8 @@ class Device:
     def _enqueue(self, task: Task) -> None:
         if task.copy is not None:
             self.driver.copy(*task.copy, self.queue.stream)
+        if task.exchange is not None:
+            task.exchange(self.queue.stream)
         for call in task.calls:
             self.driver.launch(call, self.queue.stream)
 
