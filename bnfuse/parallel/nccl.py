@@ -1,4 +1,4 @@
-"""A world of GPUs, one a rank: NCCL carries what lies on them, on whatever stream it is given, so also into CUDA graphs.
+"""A world of GPUs, one a rank: NCCL carries what lies on them, on any stream that it is given, also into CUDA graphs.
 
     rank 0's unique id          through the world that MPI or torchrun gives (`bootstrap`), with all that is small
     exchanges of a step         enqueued by the runner (runtime/backends/cuda), nothing waits

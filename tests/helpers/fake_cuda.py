@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import itertools
 import random
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +26,14 @@ from bnfuse.runtime.kernels.cuda import container
 OK = real.CUresult.CUDA_SUCCESS
 NOT_CAPTURED = {  # while a stream is captured, by one thread and with torch's default mode
     *("cuMemAlloc", "cuMemAllocHost", "cuMemFree", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel"),
-    *("cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery", "cuEventRecord", "cuStreamWaitEvent"),
+    *(
+        "cuStreamSynchronize",
+        "cuStreamQuery",
+        "cuEventSynchronize",
+        "cuEventQuery",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+    ),
     "cuGraphLaunch",
 }
 
@@ -54,9 +62,11 @@ class FakeCuda:
     CUfunction_attribute = real.CUfunction_attribute
     CUmemorytype = real.CUmemorytype
     CUstream_flags = real.CUstream_flags
+    CUstreamCaptureMode = real.CUstreamCaptureMode
     CUstreamUpdateCaptureDependencies_flags = real.CUstreamUpdateCaptureDependencies_flags
 
-    def __init__(self, arch: str = "sm_90", memory: int = 1 << 30, seed: int = 0) -> None:
+    def __init__(self, arch: str = "sm_90", memory: int = 1 << 30, seed: int = 0, gpus: int = 1) -> None:
+        self.gpus = gpus
         self.major, self.minor = int(arch[3:-1]), int(arch[-1])
         self.memory, self.rng = memory, random.Random(seed)
         self.kernels: dict[str, FakeKernel] = {}
@@ -118,11 +128,33 @@ class FakeCuda:
 
     def end_capture(self, stream: int) -> Callable[[], None]:
         """Give what replays the graph."""
-        graph, last = self.captures.pop(stream)
+        graph, is_joined = self._end(stream)
+        assert is_joined, "what is captured next would not wait for all of it"
         nodes = list(self.graphs[graph])
-        ends = set(range(len(nodes))) - {before for node in nodes for before in node.after}
-        assert ends == set(last), "what is captured next would not wait for all of it"
         return lambda: self._run(nodes)
+
+    def _end(self, stream: int) -> tuple[int, bool]:
+        """The graph, and whether the stream would wait for all of it."""
+        graph, last = self.captures.pop(stream)
+        nodes = self.graphs[graph]
+        ends = set(range(len(nodes))) - {before for node in nodes for before in node.after}
+        return graph, ends == set(last)
+
+    def enqueue(self, stream: int, run: Callable[[], None], symbol: str) -> None:
+        """As a library does that launches kernels of its own: now, or as a node of the graph that is captured."""
+        self._check_context()
+
+        def launch() -> None:
+            self.launched.append(symbol)
+            run()
+
+        if stream not in self.captures:
+            assert not self.captures, "while a stream is captured, nothing runs on another one"
+            launch()
+            return
+        graph, after = self.captures[stream]
+        node = self._add(graph, Node(list(after), launch, symbol, ()), len(after))
+        self.captures[stream] = graph, [node]
 
     # -- the bindings ------------------------------------------------------------------------------------------
 
@@ -131,6 +163,16 @@ class FakeCuda:
 
     def cuDeviceGet(self, ordinal: int) -> Any:
         return OK, ordinal
+
+    def cuDeviceGetCount(self) -> Any:
+        return OK, self.gpus
+
+    def cuDeviceGetUuid(self, device: int) -> Any:
+        return OK, types.SimpleNamespace(bytes=bytes([device]) * 16)
+
+    def cuCtxSetCurrent(self, context: int) -> Any:
+        self.contexts[-1:] = [context]
+        return (OK,)
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
         return OK, 7 + device
@@ -200,6 +242,25 @@ class FakeCuda:
 
     def cuStreamCreate(self, flags: int) -> Any:
         return OK, next(self._handles)
+
+    def cuCtxGetStreamPriorityRange(self) -> Any:
+        return OK, 0, -5
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:
+        assert priority == -5
+        return OK, next(self._handles)
+
+    def cuStreamQuery(self, stream: int) -> Any:
+        return (OK,)
+
+    def cuStreamBeginCapture(self, stream: int, mode: Any) -> Any:
+        assert mode == real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.begin_capture(stream)
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: int) -> Any:
+        graph, is_joined = self._end(stream)
+        return (OK, graph) if is_joined else (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNJOINED,)
 
     def cuStreamDestroy(self, stream: int) -> Any:
         return (OK,)
