@@ -11,7 +11,7 @@ from bnfuse.core.options import option
 
 Order = Literal["file", "dfs"]
 Optimizer = Literal["none", "sgd", "momentum", "adamw", "adam", "rmsprop", "lion"]
-Strategy = Literal["tree", "server"]
+Strategy = Literal["ring", "halving", "tree", "server"]
 Mode = Literal["strong", "weak"]
 
 QUESTIONS = ("sweep", "reuse", "roofline", "workers")  # options that ask for something else than an estimate
@@ -42,9 +42,19 @@ class Request:
     roofline: bool = option(False, "FLOP for each byte of the layers, and what they attain at that.")
     workers: str | None = option(None, "Data-parallel steps on so many workers: 1,2,4,8.", metavar="P,...")
     network: str = option("6GB/s", "Bandwidth between workers: 6GB/s, 100Gbit/s.", metavar="B/s")
-    reduce: Strategy = option("tree", "How gradients are summed.")
+    reduce: Strategy = option(
+        "ring",
+        "How gradients are summed: ring and halving in buckets beside the backward pass, by simulation; tree and "
+        "server behind it, by the paper's formulas.",
+    )
+    bucket: str | None = option(None, "Least size of a bucket of gradients: 25MB.", metavar="B")
+    latency: float = option(0.0, "Microseconds that a message takes at least.", low=0)
+    jitter: float = option(0.0, "Spread of the workers' times, as part of a step.", low=0)
+    sharded: bool = option(False, "Each worker updates its part of the parameters.")
     scaling: Mode = option("strong", "Whether workers share a batch (strong) or have one each (weak).")
-    overlap: float = option(0.0, "Part of the backward pass that communication hides behind.", low=0, high=1)
+    overlap: float = option(
+        0.0, "Part of the backward pass that communication of --reduce tree or server hides behind.", low=0, high=1
+    )
     remove: str | None = option(None, "BatchNorms to take out, as of `bnfuse rewrite`.", metavar="LIST")
     order: Order = option("file", "The file's order, or depth first to the joins.")
     optimizer: Optimizer = option("none", "Count the update of a training graph's parameters.")

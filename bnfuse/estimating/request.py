@@ -1,7 +1,7 @@
 """What `bnfuse estimate` answers: one question of several kinds, from options as people write them.
 
 a stack of ReRAM and GPU layers     the pipeline of [Joardar22]
-workers                             data-parallel steps of [Iandola16]
+workers                             data-parallel steps, simulated or by the formulas of [Iandola16]
 a sweep                             an estimate for each value
 reuse                               the scopes in which bytes are reused
 roofline                            how often layers reuse data, and what they attain at that
@@ -30,7 +30,9 @@ from bnfuse.estimating.hardware import MIB, Hardware
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.options import Request
 from bnfuse.estimating.parallel import plot as parallel_plot
-from bnfuse.estimating.parallel.scaling import Scaling, network, scale
+from bnfuse.estimating.parallel.scaling import MESSAGES, Scaling, network, scale
+from bnfuse.estimating.parallel.schedule import BUCKET
+from bnfuse.estimating.parallel.simulation import scale_schedule
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.reram import plot as reram_plot
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, is_stack
@@ -111,20 +113,29 @@ def roofs(request: Request, progress: Progress) -> Any:
 
 
 def scaled(request: Request, progress: Progress) -> Any:
-    """Estimate data-parallel steps."""
-
+    """Estimate data-parallel steps: by simulation, or by the paper's formulas."""
+    counts = [parse_count(part) for part in str(request.workers).split(",")]
+    between = network(str(request.network), request.latency * 1e-6)
+    bucket = BUCKET if request.bucket is None else parse_bytes(str(request.bucket))
     machine, assumptions, passes = machine_of(request, progress)
     by_name = is_network(request.source)
-    return scale(
-        of_batch(request, passes) if by_name else one(request, passes),
+    source = of_batch(request, passes) if by_name else one(request, passes)
+    batch = request.zoo.get("batch") or entry_of(request.source).batch if by_name else None
+    about: dict[str, Any] = {"batch": batch, "assumptions": assumptions}
+    if request.reduce in MESSAGES:
+        how = (request.reduce, request.scaling)
+        return scale(source, machine, counts, between, *how, overlap=request.overlap, **about)
+    return scale_schedule(
+        source,
         machine,
-        [parse_count(part) for part in str(request.workers).split(",")],
-        network(str(request.network)),
+        counts,
+        between,
         request.reduce,
         request.scaling,
-        batch=request.zoo.get("batch") or entry_of(request.source).batch if by_name else None,
-        overlap=request.overlap,
-        assumptions=assumptions,
+        bucket_bytes=bucket,
+        jitter=request.jitter,
+        sharded=request.sharded,
+        **about,
     )
 
 

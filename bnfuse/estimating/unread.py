@@ -13,9 +13,11 @@ from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.options import Request
+from bnfuse.estimating.parallel.scaling import MESSAGES
 from bnfuse.estimating.reram.assumptions import is_stack
 
-BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap")
+SIMULATED = ("bucket", "jitter", "sharded")  # of the simulation, not of the paper's formulas
+BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap", "latency", *SIMULATED)
 OF_GRAPHS = ("order", "optimizer", "views")
 FLAGS = {field.name: flag_of(field) for field in dataclasses.fields(Request)}
 OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "roofline", "workers")
@@ -41,6 +43,11 @@ def complaints(request: Request) -> Iterator[str]:
         yield "--measure: about this machine, so it takes --hardware host"
     if not request.workers and (found := chosen(options, BETWEEN_WORKERS)):
         yield f"{found}: about several workers: say how many with --workers 1,2,4"
+    by_formula = request.reduce in MESSAGES
+    if by_formula and (found := chosen(options, SIMULATED)):
+        yield f"{found}: for --reduce ring or halving, which are simulated: {request.reduce} is the paper's formula"
+    if not by_formula and (found := chosen(options, ("overlap",))):
+        yield f"{found}: for --reduce tree or server: with {request.reduce} the buckets say what overlaps"
     if not graph and (found := chosen(options, ("optimizer", "views"))):
         yield f"{found}: about a training graph, which a network of the zoo has with --level none"
     passes = [key for key in request.assume if key in names(Passes)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.core.figures import pyplot_figure, require_plotting, save_figure
-from bnfuse.estimating.parallel.scaling import Point, Scaling
+from bnfuse.estimating.parallel.scaling import NAMES, Point, Scaling
 
 COLOURS = ("#1f4e9c", "#c8472f", "#3b8a4e", "#8a5a9c", "#b58a1b", "#6b6b6b")
 Mark = tuple[str, int, float]  # measured: label of its curve's colour, workers, speed-up
@@ -56,8 +56,7 @@ def heading(scalings: Sequence[Scaling]) -> str:
     """Give the title where none is given: what one scaling is of."""
     if len(scalings) != 1:
         return "Data-parallel training"
-    strategy = {"tree": "reduction tree", "server": "parameter server"}[scalings[0].strategy]
-    return f"{scalings[0].name} on {scalings[0].hardware}, {strategy}, {scalings[0].network}"
+    return f"{scalings[0].name} on {scalings[0].hardware}, {NAMES[scalings[0].strategy]}, {scalings[0].network}"
 
 
 def draw(

@@ -1,5 +1,8 @@
 """Data-parallel training on several workers ([Iandola16], section 3.6): how long a step takes, what more of them bring.
 
+These are the formulas of the paper, with one message behind the backward pass; simulation.py follows the schedule of a
+step that exchanges its gradients in buckets, beside it.
+
 Each worker computes the gradients of its share of the batch; then the gradients of all are summed and every worker
 gets the sum. With |W| bytes of gradients, p workers and BW bytes/s in and out of each of them, summing takes
 
@@ -31,6 +34,12 @@ MOST = 2.0**40  # workers; where balance is not reached by then, it never is
 
 # serial messages of |W| bytes that summing the gradients of p > 1 workers takes
 MESSAGES: dict[str, Callable[[float], float]] = {"tree": lambda p: 2 * math.log2(p), "server": lambda p: p}
+NAMES: dict[Strategy, str] = {
+    "ring": "ring, overlapped",
+    "halving": "halving and doubling, overlapped",
+    "tree": "reduction tree (eq. 3.4)",
+    "server": "parameter server (eq. 3.3)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +104,16 @@ class Point:
     samples_per_s: float
     speedup: float
     efficiency: float
+    waiting_s: float = 0.0  # for the slowest worker, where workers are not equally fast
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """`balance`: so many workers at which communication takes as long as computing (None: it never does)."""
+    """`balance`: so many workers at which communication takes as long as computing (None: it never does).
+
+    Of a simulation (simulation.py) `exchanges` is the number of messages of a step, `jitter` the spread of the workers'
+    times, as part of a step, and `sharded` whether each updates its part of the parameters.
+    """
 
     name: str
     gradient_bytes: float
@@ -110,6 +124,9 @@ class Scaling:
     overlap: float
     balance: float | None
     points: tuple[Point, ...]
+    exchanges: int = 1
+    jitter: float = 0.0
+    sharded: bool = False
 
     def at(self, workers: int) -> Point:
         """Find the point of so many workers. Raises BnfuseError where there is none."""
@@ -128,41 +145,36 @@ class Scaling:
 
     def sections(self) -> list[Section]:
         """Show what is communicated and how, then the points."""
-        how = {"tree": "reduction tree", "server": "parameter server"}[self.strategy]
+        messages = f"{self.exchanges} messages by " if self.strategy not in MESSAGES else ""
         about = [
-            f"{scaled(self.gradient_bytes, 'B')} of gradients, {how}, {self.network}",
+            f"{scaled(self.gradient_bytes, 'B')} of gradients, {messages}{NAMES[self.strategy]}, {self.network}",
             f"each worker: {self.hardware}",
         ]
         if self.overlap:
             about.append(f"communication may hide behind {percent(self.overlap)} of the backward pass")
+        if self.jitter:
+            about.append(f"workers differ by {percent(self.jitter)} of a step")
+        if self.sharded:
+            about.append("each worker updates its part of the parameters")
         if self.balance is not None:
             about.append(f"communication takes as long as computing at {self.balance:.3g} workers")
-        rows = [
-            (
-                number(p.workers),
-                number(p.share),
-                duration(p.compute_s),
-                duration(p.communication_s),
-                duration(p.step_s),
-                f"{p.samples_per_s:,.0f}" if p.samples_per_s >= 100 else number(p.samples_per_s),
-                f"{p.speedup:.3g}x",
-                percent(p.efficiency),
-            )
-            for p in self.points
-        ]
-        columns = (
-            "workers",
-            "samples each",
-            "computing",
-            "communication",
-            "step",
-            "samples/s",
-            "speed-up",
-            "efficiency",
-        )
+        is_formula = self.strategy in MESSAGES
+        columns: dict[str, Callable[[Point], str]] = {
+            "workers": lambda p: number(p.workers),
+            "samples each": lambda p: number(p.share),
+            "computing": lambda p: duration(p.compute_s),
+            "communication": lambda p: duration(p.communication_s),
+            **({} if is_formula else {"exposed": lambda p: duration(p.exposed_s)}),
+            **({"slowest": lambda p: f"+{duration(p.waiting_s)}"} if self.jitter else {}),
+            "step": lambda p: duration(p.step_s),
+            "samples/s": lambda p: f"{p.samples_per_s:,.0f}" if p.samples_per_s >= 100 else number(p.samples_per_s),
+            "speed-up": lambda p: f"{p.speedup:.3g}x",
+            "efficiency": lambda p: percent(p.efficiency),
+        }
+        rows = [[show(p) for show in columns.values()] for p in self.points]
         return [
             Section.lines(f"{self.name}, {self.mode} scaling", about),
-            Section.table("Data-parallel training", columns, rows),
+            Section.table("Data-parallel training", tuple(columns), rows),
         ]
 
     def __str__(self) -> str:
@@ -253,16 +265,21 @@ def balance(computing: Computing, network: Network, strategy: Strategy, mode: Mo
     """
     whole = computing.time_s(computing.batch)
 
-    def early(p: float) -> bool:
+    def is_early(p: float) -> bool:
         share = whole / p if mode == "strong" else whole
         return communication_s(computing.gradient_bytes, p, network, strategy) < share
 
+    return crossing(is_early)
+
+
+def crossing(is_early: Callable[[float], bool]) -> float | None:
+    """Find from which broken number of workers on it is no longer early, by bisection; None where it always is."""
     low, high = 1.0, MOST
-    if early(high):
+    if is_early(high):
         return None
     while high / low > 1 + 1e-9:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if early(middle) else (low, middle)
+        low, high = (middle, high) if is_early(middle) else (low, middle)
     return low
 
 

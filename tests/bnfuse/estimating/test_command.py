@@ -149,6 +149,19 @@ def test_workers_share_a_batch(ask, train):
     assert seconds == pytest.approx([0, 2 * found["gradient_bytes"] / 1e9, 4 * found["gradient_bytes"] / 1e9])
 
 
+def test_workers_exchange_buckets_beside_the_backward_pass(ask, train):
+    about = ["--workers", "1,4,1024", "--network", "1GB/s", "--scaling", "weak"]
+    found = ask(train, *about, "--bucket", "1KB", "--latency", "5", "--jitter", "0.02")
+    size, one, four, many = found["gradient_bytes"], *found["points"]
+    assert found["strategy"] == "ring" and found["exchanges"] > 2 and one["efficiency"] == pytest.approx(1)
+    wanted = 2 * 3 / 4 * size / 1e9 + found["exchanges"] * 6 * 5e-6
+    assert four["communication_s"] == pytest.approx(wanted)
+    assert four["exposed_s"] < four["communication_s"] and many["efficiency"] < four["efficiency"] < 1
+    assert four["waiting_s"] == pytest.approx(0.02 * (1 / 2 + 1 / 3 + 1 / 4) * one["compute_s"])
+    (whole,) = ask(train, *about[:1], "4", *about[2:], "--bucket", "1GB")["points"]
+    assert whole["communication_s"] == pytest.approx(2 * 3 / 4 * size / 1e9) >= whole["exposed_s"] > 0
+
+
 def test_a_stack_of_reram_and_gpu_layers(ask):
     everything = ask("vgg11", "--image", "32", "--hardware", "3r1g")
     few = ask("vgg11", "--image", "32", "--hardware", "3R1G", "--remove", "paper")
@@ -206,6 +219,10 @@ def test_what_cannot_be_asked_is_refused(refused, train):
     [
         (False, ["--measure"], "--measure"),
         (False, ["--overlap", "0.5"], "--overlap"),
+        (False, ["--overlap", "0.5", "--workers", "2"], "--overlap: for --reduce tree or server"),
+        (False, ["--bucket", "1MB", "--workers", "2", "--reduce", "tree"], "--bucket: for --reduce ring or halving"),
+        (False, ["--jitter", "0.1", "--sharded", "--reduce", "server", "--workers", "2"], "--jitter, --sharded: for"),
+        (False, ["--latency", "5"], "--latency: about several workers"),
         (False, ["--network", "1GB/s", "--reuse"], "--network"),
         (False, ["--assume", "norm_sweeps=2"], "norm_sweeps"),
         (False, ["--reuse", "--assume", "look_ahead=false"], "look_ahead"),
@@ -247,7 +264,7 @@ def test_what_is_no_metaparameter_is_not_set_as_one(refused, setting):
 def test_numbers_and_names_may_be_pythons_own(train):
     one = bnfuse.estimate(train, levels="icf", flops=np.float64(1e12), cache=np.int64(MIB))
     assert one.hardware.flops == 1e12 and one.hardware.cache == MIB
-    two = bnfuse.estimate(train, workers="1,2", network=6e9)
+    two = bnfuse.estimate(train, workers="1,2", network=6e9, reduce="tree")
     assert two.points[1].communication_s == pytest.approx(2 * two.gradient_bytes / 6e9)
     with pytest.raises(BnfuseError, match="optimizer=adagrad is unknown"):
         bnfuse.estimate(train, optimizer="adagrad")

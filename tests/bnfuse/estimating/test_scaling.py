@@ -133,7 +133,7 @@ def test_json_csv_and_text_have_every_point():
     assert float(rows[5]["speedup"]) == found.at(32).speedup
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 100 and lines[-1].split()[0] == "128"
-    assert "reduction tree, 1 GB/s" in str(found)
+    assert "reduction tree (eq. 3.4), 1 GB/s" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""A worker's step as a schedule: how long each launch takes, and what is exchanged between which of them.
+
+    launches   | forward ... | backward ............................. | update |
+    exchanges                      [bucket 0: ready ---- needed]
+                                          [bucket 1: ready -- needed]
+
+It comes from a compiled step, whose program has the exchanges and whose profile the times (`schedule_of`), or from an
+estimated workload, whose gradients are put into buckets as compiling does it (`bucketed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_whole
+from bnfuse.estimating.workload import Workload
+
+BUCKET = 25 << 20  # bytes of gradients in a message, at least, where nothing else is said
+Kind = Literal["gradients", "sum", "gather"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A message of `bytes` of each worker. It may begin when `ready` launches are done, and must have ended before the
+    launch with the index `needed` begins (the number of launches: before the step ends).
+
+    `gradients` are summed too, and may be summed in parts (`sharded`); `gather` brings every worker those of all.
+    """
+
+    kind: Kind
+    bytes: int
+    ready: int
+    needed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The step of one worker on `batch` samples. `seconds` are those of the launches, in order; those from the index
+    `update` on belong to the update. Exchanges come in the order in which they begin."""
+
+    name: str
+    batch: int
+    seconds: tuple[float, ...]
+    exchanges: tuple[Exchange, ...]
+    update: int
+
+    def __post_init__(self) -> None:
+        count = len(self.seconds)
+        ready = [each.ready for each in self.exchanges]
+        if ready != sorted(ready) or not all(0 <= e.ready <= e.needed <= count for e in self.exchanges):
+            raise BnfuseError(f"{self.name}: exchanges must be in order, and needed behind where they are ready")
+        if not 0 <= self.update <= count or not all(0 <= s < float("inf") for s in self.seconds):
+            raise BnfuseError(f"{self.name}: launches must take seconds of at least 0, and the update be one of them")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all launches: the step of a single worker."""
+        return sum(self.seconds)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all exchanges of a worker."""
+        return sum(each.bytes for each in self.exchanges)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients among them."""
+        return sum(each.bytes for each in self.exchanges if each.kind == "gradients")
+
+    def lasting(self, step_s: float, batch: int | None = None) -> Schedule:
+        """Give the same schedule with launches that take `step_s` seconds together."""
+        whole = self.compute_s
+        factor = step_s / whole if whole else 0.0
+        seconds = tuple(each * factor for each in self.seconds)
+        return dataclasses.replace(self, seconds=seconds, batch=self.batch if batch is None else batch)
+
+    def at_the_end(self) -> Schedule:
+        """Give the same step with one message of all gradients behind the backward pass: nothing overlaps."""
+        kept = [each for each in self.exchanges if each.kind != "gradients"]
+        size = self.gradient_bytes
+        whole = [Exchange("gradients", size, self.update, self.update)] if size else []
+        found = sorted([*kept, *whole], key=lambda each: each.ready)
+        return dataclasses.replace(self, exchanges=tuple(found))
+
+
+def bucketed(workload: Workload, seconds: Sequence[float], bucket_bytes: int = BUCKET) -> Schedule:
+    """Put the gradients of a workload into messages of at least `bucket_bytes`, in the order in which they are whole.
+
+    `seconds` are those of its layers. The last message has what is left. A message is needed where the first of its
+    gradients is read, by the layers of an optimiser or at the end. Those of biases and BatchNorms are not counted.
+    """
+    check_whole("bucket", bucket_bytes, 1)
+    if len(seconds) != len(workload.layers):
+        raise BnfuseError(f"{workload.name}: {len(seconds)} times for {len(workload.layers)} layers")
+    layers = workload.layers
+    update = next((i for i, layer in enumerate(layers) if layer.phase == "update"), len(layers))
+    gradients = {i for i, t in enumerate(workload.tensors) if t.kind == "weight_gradient" and t.kept}
+    written = {a.tensor: i for i, layer in enumerate(layers[:update]) for a in layer.writes if a.tensor in gradients}
+    if not written:
+        raise BnfuseError(f"{workload.name}: it has no weight gradients, so that there is nothing to exchange")
+    whole = sorted(written, key=lambda tensor: written[tensor])
+    exchanges = []
+    for bucket in filled(whole, [workload.tensors[tensor].bytes for tensor in whole], bucket_bytes):
+        ready = 1 + max(written[tensor] for tensor in bucket)
+        readers = [i for i in range(ready, len(layers)) if any(a.tensor in bucket for a in layers[i].accesses)]
+        size = sum(workload.tensors[tensor].bytes for tensor in bucket)
+        exchanges.append(Exchange("gradients", size, ready, min(readers, default=len(layers))))
+    return Schedule(workload.name, workload.batch, tuple(seconds), tuple(exchanges), update)
+
+
+def filled(items: Sequence[int], sizes: Iterable[int], least: int) -> list[list[int]]:
+    """Cut items into runs of at least `least` bytes each; what is left at the end is a run of its own."""
+    runs: list[list[int]] = [[]]
+    held = 0
+    for item, size in zip(items, sizes, strict=True):
+        if held >= least:
+            runs.append([])
+            held = 0
+        runs[-1].append(item)
+        held += size
+    return runs
