@@ -47,7 +47,7 @@ class Request:
         "How gradients are summed: ring and halving in buckets beside the backward pass, by simulation; tree and "
         "server behind it, by the paper's formulas.",
     )
-    bucket: str | None = option(None, "Least size of a bucket of gradients: 25MB.", metavar="B")
+    bucket: str | None = option(None, "Least size of a bucket of gradients (4MB).", metavar="B")
     latency: float = option(0.0, "Microseconds that a message takes at least.", low=0)
     jitter: float = option(0.0, "Spread of the workers' times, as part of a step.", low=0)
     sharded: bool = option(False, "Each worker updates its part of the parameters.")

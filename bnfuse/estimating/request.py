@@ -31,7 +31,6 @@ from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.options import Request
 from bnfuse.estimating.parallel import plot as parallel_plot
 from bnfuse.estimating.parallel.scaling import MESSAGES, Scaling, network, scale
-from bnfuse.estimating.parallel.schedule import BUCKET
 from bnfuse.estimating.parallel.simulation import scale_schedule
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.reram import plot as reram_plot
@@ -47,6 +46,7 @@ from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import entry_of
+from bnfuse.parallel.ranks import BUCKET
 
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
 

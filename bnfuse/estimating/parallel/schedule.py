@@ -17,8 +17,9 @@ from typing import Literal
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_whole
 from bnfuse.estimating.workload import Workload
+from bnfuse.parallel.ranks import BUCKET
+from bnfuse.runtime.program import program as p
 
-BUCKET = 25 << 20  # bytes of gradients in a message, at least, where nothing else is said
 Kind = Literal["gradients", "sum", "gather"]
 
 
@@ -84,6 +85,43 @@ class Schedule:
         whole = [Exchange("gradients", size, self.update, self.update)] if size else []
         found = sorted([*kept, *whole], key=lambda each: each.ready)
         return dataclasses.replace(self, exchanges=tuple(found))
+
+
+def schedule_of(program: p.Program, seconds: Sequence[float], name: str) -> Schedule:
+    """Give the schedule of a compiled step: `seconds` are those of its launches in order, forward, backward, update, as
+    `step.profile` has them. Those of exchanges may be among them, and are left out."""
+    launches = [launch for phase in p.ALL_PHASES for launch in program.phase(phase)]
+    own = [launch for launch in launches if not launch.exchanges]
+    if len(seconds) == len(launches):
+        seconds = [s for s, launch in zip(seconds, launches, strict=True) if not launch.exchanges]
+    if len(seconds) != len(own):
+        raise BnfuseError(f"{name}: {len(seconds)} times for {len(own)} launches: profile this step")
+    exchanges, done = [], 0
+    for index, launch in enumerate(launches):
+        if not launch.exchanges:
+            done += 1
+            continue
+        held = {buffer.storage: program.storages[buffer.storage] for buffer in launch.buffers}
+        later = [one for one in launches[index + 1 :] if not one.exchanges]
+        first = (i for i, one in enumerate(later) if meets(program, one, held.values()))
+        work = program.work_of(launch)
+        assert work is not None
+        is_gradient = {storage.region for storage in held.values()} <= {p.GRADIENTS, p.ACCUMULATED}
+        kind: Kind = "gather" if launch.kernel == p.GATHER else "gradients" if is_gradient else "sum"
+        exchanges.append(Exchange(kind, work.bytes, done, done + next(first, len(later))))
+    update = sum(not launch.exchanges and launch.phase != "update" for launch in launches)
+    data = program.inputs[program.signature["data"][0]]
+    return Schedule(name, data.shape[0], tuple(seconds), tuple(exchanges), update)
+
+
+def meets(program: p.Program, launch: p.Launch, held: Iterable[p.Storage]) -> bool:
+    """Tell whether a launch reads or writes some bytes of these storages."""
+    touched = [program.storages[buffer.storage] for buffer in launch.buffers]
+    return any(
+        a.region == b.region and a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
+        for a in touched
+        for b in held
+    )
 
 
 def bucketed(workload: Workload, seconds: Sequence[float], bucket_bytes: int = BUCKET) -> Schedule:

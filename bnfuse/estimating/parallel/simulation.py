@@ -29,8 +29,9 @@ from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.options import Mode, Strategy
 from bnfuse.estimating.parallel.collectives import gather_s, half_s, sum_s
 from bnfuse.estimating.parallel.scaling import Network, Point, Scaling, crossing
-from bnfuse.estimating.parallel.schedule import BUCKET, Exchange, Schedule, bucketed
+from bnfuse.estimating.parallel.schedule import Exchange, Schedule, bucketed
 from bnfuse.estimating.workload import Workload
+from bnfuse.parallel.ranks import BUCKET
 
 DEFAULT = Network(6e9)
 EULER = 0.5772156649015329

@@ -1,0 +1,91 @@
+"""What parallel.py measures: networks and batches of a rank, and ways to run a step on several of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from bnfuse.parallel.ranks import BUCKET
+
+ON_GPUS = ("densenet121:64", "resnet50:64", "densenet121:256", "resnet50:256")
+ON_CPUS = ("resnet20:32", "densenet40:32")
+IMAGES = {"densenet40": 32, "resnet20": 32}
+SMALL = {"densenet40": {"growth": 12, "depth": 6}}  # settings, where not the network's own
+LEVEL = "icf"
+ALONE = "alone"  # a step without any exchange, of the same graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A network with `batch` samples a rank."""
+
+    network: str
+    batch: int
+    image: int
+    classes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}-{self.batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How our step is compiled: `level`, `sync`, a bucket's bytes; `ranks` is 1 for one that exchanges nothing."""
+
+    level: str = LEVEL
+    sync: bool = False
+    bucket: int = BUCKET
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        sync = "+sync" if self.sync else ""
+        bucket = f"+{self.bucket / 2**20:g}MB" if self.bucket != BUCKET else ""
+        return f"{self.level}{sync}{bucket}" + (f" {ALONE}" if self.ranks == 1 else "")
+
+    @property
+    def file(self) -> str:
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.replace("+", "-")) + f"-{self.ranks}"
+
+
+def case_of(text: str) -> Case:
+    """densenet121:64, or densenet40:8:16 with images of 16 pixels."""
+    network, batch, *image = text.split(":")
+    pixels = int(image[0]) if image else IMAGES.get(network, 224)
+    return Case(network, int(batch), pixels, 10 if network in IMAGES else 1000)
+
+
+def ways(levels: list[str], buckets: list[float], ranks: int, *, sync: bool) -> list[Way]:
+    """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB, and SyncBN
+    beside it."""
+    found = []
+    for level in levels:
+        found.append(Way(level))
+        if ranks > 1:
+            found += [Way(level, bucket=round(size * 2**20), ranks=ranks) for size in buckets or [BUCKET / 2**20]]
+            found += [Way(level, sync=True), Way(level, sync=True, ranks=ranks)] if sync else []
+    return found
+
+
+def training_model(case: Case) -> Any:
+    """The graph as a ModelProto, with parameters that gpu_pack.py can draw again."""
+    from gpu_pack import redraw
+
+    from bnfuse.build import build_training_graph
+    from bnfuse.models import build_forward
+
+    settings = {"classes": case.classes, **SMALL.get(case.network, {})}
+    forward = build_forward(case.network, batch=case.batch, image=case.image, **settings)
+    return redraw(build_training_graph(forward))
+
+
+def rewritten(model: Any, case: Case, way: Way) -> Any:
+    import onnx_ir as ir
+
+    from bnfuse import passes
+    from bnfuse.graph.training_graph import open_graph
+
+    options: dict[str, Any] = {"sync": True} if way.sync else {}
+    return passes.rewrite(open_graph(ir.from_proto(model), name=case.name), level=way.level, **options).model
