@@ -31,7 +31,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,14 +40,15 @@ from typing import Any, Protocol
 import numpy as np
 import parallel_torch
 import parallel_trace
-from gpu_pack import pack_model, pack_step, recipes_of, unpack
-from parallel_cases import ON_CPUS, ON_GPUS, Case, Way, case_of, rewritten, training_model, ways
+from gpu_pack import unpack
+from parallel_cases import ON_CPUS, ON_GPUS, Case, Way, case_of, compile_only, compiled, file_of, training_model, ways
+from parallel_worlds import Recorder, Single
 
 from bnfuse.core.errors import BnfuseError, first_line
-from bnfuse.parallel import Exchanged, Request, World, open_world
+from bnfuse.parallel import launched, open_world
 
-LR, MOMENTUM = 0.1, 0.9
 SIZES = [4 << k for k in range(10, 25, 2)]  # bytes: 4 KiB to 64 MiB
+PATIENCE = 600.0  # seconds that ranks wait for one that compiles
 ON_GPU_AGAINST = ("torch-cl", "torch-compile", "ddp", "ddp-compile", "ddp-sync")
 ON_CPU_AGAINST = ("torch-cl", "ddp", "ddp-sync")
 
@@ -61,125 +61,6 @@ class Candidate(Protocol):
 
 class OutOfTime(Exception):
     """The run's time is over."""
-
-
-# -- worlds --------------------------------------------------------------------------------------------------------
-
-
-class Single:
-    """The world of one process."""
-
-    rank = local_rank = 0
-    size = local_size = 1
-    name = "none"
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast(self, data: bytes) -> bytes:
-        return data
-
-
-class Planned(Single):
-    """What a step of `size` ranks is compiled with where they are not: nothing is exchanged."""
-
-    limit = 1.0
-
-    def __init__(self, size: int) -> None:
-        self.size = self.local_size = size
-
-    def start(self, exchange: Exchanged) -> Request:
-        raise AssertionError("nothing runs where steps are compiled")
-
-    def sum(self, array: np.ndarray) -> None:
-        """The state that ranks begin with is rank 0's."""
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data] * self.size
-
-    def end(self, message: str, status: int) -> Any:
-        raise SystemExit(message)
-
-
-class Recorder:
-    """A world that notes when exchanges begin and end."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.spans = world, list[list[Any]]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.world, name)
-
-    def start(self, exchange: Exchanged) -> Request:
-        size = sum(array.nbytes for array in exchange.arrays)
-        span = [f"{exchange.kind} {size / 1024:.0f} KiB", time.perf_counter(), None]
-        self.spans.append(span)
-        return Noted(self.world.start(exchange), span)
-
-
-class Noted:
-    def __init__(self, request: Request, span: list[Any]) -> None:
-        self.request, self.span = request, span
-
-    def test(self) -> bool:
-        done = self.request.test()
-        self._note(done)
-        return done
-
-    def wait(self) -> None:
-        self.request.wait()
-        self._note(True)
-
-    def _note(self, done: bool) -> None:
-        if done and self.span[2] is None:
-            self.span[2] = time.perf_counter()
-
-
-# -- compiling -----------------------------------------------------------------------------------------------------
-
-
-def file_of(case: Case, way: Way, precision: str) -> str:
-    return f"{case.name}-{way.file}-{precision}.step"
-
-
-def compile_only(args: argparse.Namespace) -> None:
-    """All steps that a run of these options needs, packed; those that are there stay."""
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for case in args.cases:
-        model = training_model(case)
-        if not (train := args.folder / f"{case.name}.train").exists():
-            pack_model(model, train)
-        for way in ways(args.level, args.bucket, args.ranks, sync=args.sync):
-            path = args.folder / file_of(case, way, args.precision)
-            if path.exists():
-                continue
-            start = time.perf_counter()
-            step = compiled(model, case, way, f"cuda:{args.arch}", args, Planned(way.ranks) if way.ranks > 1 else None)
-            with tempfile.TemporaryDirectory(prefix="bnfuse-parallel-") as place:
-                step.export(Path(place) / "step.bnf")
-                pack_step(Path(place) / "step.bnf", recipes_of(model), path)
-            size, exchanges = path.stat().st_size / 2**20, sum(launch.exchanges for launch in step.program.launches)
-            seconds = time.perf_counter() - start
-            print(f"{path.name}: {size:.2f} MiB, {seconds:.0f} s, {exchanges} exchanges", flush=True)
-
-
-def compiled(model: Any, case: Case, way: Way, target: str, args: argparse.Namespace, world: Any) -> Any:
-    from bnfuse import runtime
-
-    about: dict[str, Any] = {"precision": args.precision} if target != "cpu" else {}
-    return runtime.compile_step(
-        rewritten(model, case, way),
-        target=target,
-        optimizer=runtime.SGD(lr=LR, momentum=MOMENTUM),
-        threads=args.threads if target == "cpu" else None,
-        evaluates=False,
-        world=world,
-        bucket=way.bucket,
-        **about,
-    )
-
-
-# -- running -------------------------------------------------------------------------------------------------------
 
 
 class OnCpu:
@@ -432,8 +313,8 @@ def prepare(args: argparse.Namespace) -> None:
     from bnfuse.graph.training_graph import open_graph
 
     rank = int(os.environ.get("RANK", "0"))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    parallel_torch.begin(Single(), "cuda")
+    torch.cuda.set_device(local_rank())
+    parallel_torch.begin("cuda")
     with tempfile.TemporaryDirectory(prefix="bnfuse-parallel-") as place:
         for case in args.cases:
             graph = open_graph(unpack(args.folder / f"{case.name}.train", Path(place)), name=case.name)
@@ -482,30 +363,25 @@ def main() -> None:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    uses_torch = args.target != "cpu" or any(name.startswith("ddp") for name in args.against)
+    is_gpu = args.target != "cpu"
+    uses_torch = is_gpu or bool(args.against)
     if uses_torch:
         import torch
 
-        torch.set_num_threads(args.threads or 1)
-        if args.target != "cpu":
-            local = next(
-                (
-                    v
-                    for n in ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-                    if (v := os.environ.get(n))
-                ),
-                "0",
-            )
-            torch.cuda.set_device(int(local))
-            torch.zeros(1, device="cuda")
+        torch.set_num_threads(args.threads)
+        if is_gpu:
+            torch.cuda.set_device(local_rank())
+            torch.zeros(1, device="cuda")  # its context is this thread's now, which the world takes
             if args.trace:
                 parallel_trace.warm_up()
-    world: Any = open_world(target=args.target) or Single()
-    if uses_torch and world.size > 1:
-        parallel_torch.begin(world, "cpu" if args.target == "cpu" else "cuda")
+        if parallel_torch.by_torchrun():
+            parallel_torch.begin("cuda" if is_gpu else "cpu")
+    world: Any = open_world(target=args.target, limit=PATIENCE) or Single()
+    if uses_torch and world.size > 1 and not parallel_torch.by_torchrun():
+        parallel_torch.begin("cuda" if is_gpu else "cpu", world)
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bnfuse-parallel-") as place:
         run = Run(args, world, Path(place), time.monotonic() + args.limit)
-        args.out.mkdir(parents=True, exist_ok=True)
         run.log("machine", **machine(args))
         try:
             sums(run)
@@ -517,8 +393,13 @@ def run_all(args: argparse.Namespace) -> None:
         except OutOfTime:
             run.log("out of time", limit_s=args.limit)
         run.barrier()
-    if uses_torch and world.size > 1:
+    if uses_torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def local_rank() -> int:
+    found = launched()
+    return found.local_rank if found is not None else 0
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -573,5 +454,4 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

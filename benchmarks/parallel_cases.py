@@ -1,10 +1,17 @@
-"""What parallel.py measures: networks and batches of a rank, and ways to run a step on several of them."""
+"""What parallel.py measures: networks and batches of a rank, ways to run a step on several of them, and compiling."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
+
+from gpu_pack import pack_model, pack_step, recipes_of
+from parallel_worlds import Planned
 
 from bnfuse.parallel.ranks import BUCKET
 
@@ -13,6 +20,7 @@ ON_CPUS = ("resnet20:32", "densenet40:32")
 IMAGES = {"densenet40": 32, "resnet20": 32}
 SMALL = {"densenet40": {"growth": 12, "depth": 6}}  # settings, where not the network's own
 LEVEL = "icf"
+LR, MOMENTUM = 0.1, 0.9
 ALONE = "alone"  # a step without any exchange, of the same graph
 
 
@@ -89,3 +97,44 @@ def rewritten(model: Any, case: Case, way: Way) -> Any:
 
     options: dict[str, Any] = {"sync": True} if way.sync else {}
     return passes.rewrite(open_graph(ir.from_proto(model), name=case.name), level=way.level, **options).model
+
+
+def file_of(case: Case, way: Way, precision: str) -> str:
+    return f"{case.name}-{way.file}-{precision}.step"
+
+
+def compile_only(args: argparse.Namespace) -> None:
+    """All steps that a run of these options needs, packed; those that are there stay."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for case in args.cases:
+        model = training_model(case)
+        if not (train := args.folder / f"{case.name}.train").exists():
+            pack_model(model, train)
+        for way in ways(args.level, args.bucket, args.ranks, sync=args.sync):
+            path = args.folder / file_of(case, way, args.precision)
+            if path.exists():
+                continue
+            start = time.perf_counter()
+            step = compiled(model, case, way, f"cuda:{args.arch}", args, Planned(way.ranks) if way.ranks > 1 else None)
+            with tempfile.TemporaryDirectory(prefix="bnfuse-parallel-") as place:
+                step.export(Path(place) / "step.bnf")
+                pack_step(Path(place) / "step.bnf", recipes_of(model), path)
+            size, exchanges = path.stat().st_size / 2**20, sum(launch.exchanges for launch in step.program.launches)
+            seconds = time.perf_counter() - start
+            print(f"{path.name}: {size:.2f} MiB, {seconds:.0f} s, {exchanges} exchanges", flush=True)
+
+
+def compiled(model: Any, case: Case, way: Way, target: str, args: argparse.Namespace, world: Any) -> Any:
+    from bnfuse import runtime
+
+    about: dict[str, Any] = {"precision": args.precision} if target != "cpu" else {}
+    return runtime.compile_step(
+        rewritten(model, case, way),
+        target=target,
+        optimizer=runtime.SGD(lr=LR, momentum=MOMENTUM),
+        threads=args.threads if target == "cpu" else None,
+        evaluates=False,
+        world=world,
+        bucket=way.bucket,
+        **about,
+    )

@@ -34,21 +34,23 @@ def alone_of(name: str) -> str:
     return "torch-compile" if "compile" in name else "torch-cl"
 
 
-def begin(world: Any, device: str) -> None:
-    """Open torch's own group of processes: by torchrun's variables, or at a port that rank 0 finds."""
+def by_torchrun() -> bool:
+    return "MASTER_ADDR" in os.environ and "RANK" in os.environ
+
+
+def begin(device: str, world: Any = None) -> None:
+    """Open torch's own group of processes: by torchrun's variables, or at a port that rank 0 of a world finds."""
     import torch
 
-    if torch.distributed.is_initialized():
-        return
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a capture must not be asked how it is
     how: dict[str, Any] = {}
-    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+    if not by_torchrun():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             mine = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         said = world.broadcast(mine.encode()).decode()
         how = {"init_method": said, "rank": world.rank, "world_size": world.size}
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", **how)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", **how)
 
 
 class TorchParallel:
