@@ -83,22 +83,27 @@ def papers_section() -> Section:
 
 
 def plans(lines: list[parallel_show.Line], fits: dict[str, Fit]) -> list[Scaling]:
-    """Weak scaling of each measured schedule, on the fitted network and by data sheets."""
+    """Weak scaling of each measured schedule, on the fitted network and by data sheets, around a ring and by halves."""
     found = []
     for world, fitted in fits.items():
-        for point in parallel_show.measured(lines, world):
+        for schedule in {
+            point.schedule.name: point.schedule for point in parallel_show.measured(lines, world)
+        }.values():
             own = dataclasses.replace(fitted.network, name=f"fitted, {world}")
             for network in (own, *(BETWEEN_HOSTS if world == "NCCL" else ())):
-                found.append(
-                    scale_schedule(point.schedule, None, COUNTS, network, "ring", "weak", jitter=fitted.jitter)
-                )
+                for algorithm in ("ring", "halving"):
+                    how = (schedule, None, COUNTS, network, algorithm, "weak")
+                    found.append(scale_schedule(*how, jitter=fitted.jitter))  # type: ignore[arg-type]
     return found
 
 
 def plan_section(found: list[Scaling]) -> Section:
     counts = (2, 8, 32, 128, 1024)
-    rows = [(each.name, each.network.name, *(percent(each.at(count).efficiency) for count in counts)) for each in found]
-    columns = ("step", "network", *(f"{count:,}" for count in counts))
+    rows = [
+        (each.name, each.network.name, each.strategy, *(percent(each.at(count).efficiency) for count in counts))
+        for each in found
+    ]
+    columns = ("step", "network", "messages by", *(f"{count:,}" for count in counts))
     return Section.table("Efficiency on so many workers (weak scaling)", columns, rows)
 
 
