@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from bnfuse.parallel import Exchanged, Request, World
 
 
@@ -27,7 +25,9 @@ class Single:
 class Planned(Single):
     """What a step of `size` ranks is compiled with where they are not: nothing is exchanged."""
 
+    name = "planned"
     limit = 1.0
+    device = 0
 
     def __init__(self, size: int) -> None:
         self.size = self.local_size = size
@@ -35,8 +35,7 @@ class Planned(Single):
     def start(self, exchange: Exchanged) -> Request:
         raise AssertionError("nothing runs where steps are compiled")
 
-    def sum(self, array: np.ndarray) -> None:
-        """The state that ranks begin with is rank 0's."""
+    sum = enqueue_sums = enqueue_gathers = watch = start
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data] * self.size
@@ -59,6 +58,27 @@ class Recorder:
         span = [f"{exchange.kind} {size / 1024:.0f} KiB", time.perf_counter(), None]
         self.spans.append(span)
         return Noted(self.world.start(exchange), span)
+
+
+def noting(step: Any) -> list[tuple[str, float, float]]:
+    """Let a step on a CPU note its launches: phase and node, begin and end."""
+    spans: list[tuple[str, float, float]] = []
+    runner = step._train
+
+    def noted(function: Any, name: str) -> Any:
+        def run(*arguments: Any) -> None:
+            start = time.perf_counter()
+            function(*arguments)
+            spans.append((name, start, time.perf_counter()))
+
+        return run
+
+    for phase, calls in runner.calls.items():
+        for place, launch in enumerate(runner.program.phase(phase)):
+            function, *others = calls[place]
+            if not launch.exchanges:
+                calls[place] = (noted(function, f"{phase}: {launch.node}"), *others)
+    return spans
 
 
 class Noted:
