@@ -42,7 +42,7 @@ import parallel_torch
 import parallel_trace
 from gpu_pack import unpack
 from parallel_cases import ON_CPUS, ON_GPUS, Case, Way, case_of, compile_only, compiled, file_of, training_model, ways
-from parallel_worlds import Recorder, Single
+from parallel_worlds import Recorder, Single, noting
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.parallel import launched, open_world
@@ -280,11 +280,14 @@ def trace(run: Run, case: Case) -> None:
         else:
             noted = Recorder(world)
             candidate = run.ours(model, case, way, feeds, noted)
+            launches = noting(candidate.step)
+            candidate.seconds(1)
             noted.spans.clear()
+            launches.clear()
             start = time.perf_counter()
-            rows = candidate.step.profile(*candidate.feeds)
-            spans = [(name, a - start, (b or a) - start) for name, a, b in noted.spans]
-            events = parallel_trace.of_launches(rows, spans, path)
+            candidate.seconds(1)
+            spans = [[(name, a - start, (b or a) - start) for name, a, b in of] for of in (launches, noted.spans)]
+            events = parallel_trace.of_spans(*spans, path)
         keep_trace(run, events, path, case, way.name)
     if run.is_gpu and "ddp-compile" in args.against:
         torch_step = parallel_torch.TorchParallel(graph, "ddp-compile", feeds, "cuda", args.precision)

@@ -1,7 +1,7 @@
 """A step of several ranks as a Chrome trace (chrome://tracing, Perfetto) and as a picture: what runs beside what.
 
 recorded(call, path)        on a GPU: kernels by streams, through torch's profiler, also those inside a CUDA graph
-of_launches(rows, spans)    on a CPU: launches one after the other, and the exchanges that were under way meanwhile
+of_spans(launches, spans)   on a CPU: launches one after the other, and the exchanges that were under way meanwhile
 hidden(events)              seconds of exchanges, and how many of them something is computed beside
 draw(events, path)          a picture of one step
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]  # of the trace: name, ts and dur in microseconds, tid
+Span = tuple[str, float, float]  # name, begin, end in seconds
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -53,16 +54,10 @@ def slim(event: Event) -> Event:
     return {**kept, "name": event["name"][:120], "tid": stream}
 
 
-def of_launches(rows: Sequence[Any], spans: Iterable[tuple[str, float, float]], path: Path) -> list[Event]:
-    """`rows` are those of `step.profile`, `spans` name, begin and end (s since its beginning) of each exchange."""
-    events: list[Event] = []
-    now = 0.0
-    for row in rows:
-        is_own = row.work is None or row.work.kind != "exchange"
-        if is_own:
-            events.append(event_of(f"{row.phase}: {row.node}", "kernel", now, row.seconds, "launches"))
-        now += row.seconds
-    events += [event_of(name, "exchange", start, stop - start, "exchanges") for name, start, stop in spans]
+def of_spans(launches: Iterable[Span], exchanges: Iterable[Span], path: Path) -> list[Event]:
+    """Of what was noted on a CPU: names, begins and ends, in seconds."""
+    events = [event_of(name, "kernel", start, stop - start, "launches") for name, start, stop in launches]
+    events += [event_of(name, "exchange", start, stop - start, "exchanges") for name, start, stop in exchanges]
     return write(sorted(events, key=lambda event: event["ts"]), path)
 
 

@@ -45,17 +45,9 @@ def test_what_is_hidden_of_exchanges(scripts):
 
 
 def test_a_trace_is_drawn(scripts, tmp_path):
-    @dataclasses.dataclass
-    class Row:
-        phase: str
-        node: str
-        seconds: float
-        work: object = None
-
     path = tmp_path / "trace.json"
-    events = scripts.parallel_trace.of_launches(
-        [Row("forward", "a", 1.0), Row("backward", "b", 2.0)], [("sum", 1.5, 2)], path
-    )
+    launches = [("forward: a", 0.0, 1.0), ("backward: b", 1.0, 3.0)]
+    events = scripts.parallel_trace.of_spans(launches, [("sum", 1.5, 2.0)], path)
     assert scripts.parallel_trace.read(path) == events and [e["ts"] for e in events] == [0, 1e6, 1.5e6]
     scripts.parallel_trace.draw(events, tmp_path / "trace.svg", "a step")
     assert "100 % of it beside computing" in (tmp_path / "trace.svg").read_text()

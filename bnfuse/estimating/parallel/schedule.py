@@ -101,12 +101,12 @@ def schedule_of(program: p.Program, seconds: Sequence[float], name: str) -> Sche
         if not launch.exchanges:
             done += 1
             continue
-        held = {buffer.storage: program.storages[buffer.storage] for buffer in launch.buffers}
         later = [one for one in launches[index + 1 :] if not one.exchanges]
-        first = (i for i, one in enumerate(later) if meets(program, one, held.values()))
+        first = (i for i, one in enumerate(later) if meets(program, one, launch))
         work = program.work_of(launch)
         assert work is not None
-        is_gradient = {storage.region for storage in held.values()} <= {p.GRADIENTS, p.ACCUMULATED}
+        regions = {program.storages[buffer.storage].region for buffer in launch.buffers}
+        is_gradient = regions <= {p.GRADIENTS, p.ACCUMULATED}
         kind: Kind = "gather" if launch.kernel == p.GATHER else "gradients" if is_gradient else "sum"
         exchanges.append(Exchange(kind, work.bytes, done, done + next(first, len(later))))
     update = sum(not launch.exchanges and launch.phase != "update" for launch in launches)
@@ -114,14 +114,18 @@ def schedule_of(program: p.Program, seconds: Sequence[float], name: str) -> Sche
     return Schedule(name, data.shape[0], tuple(seconds), tuple(exchanges), update)
 
 
-def meets(program: p.Program, launch: p.Launch, held: Iterable[p.Storage]) -> bool:
-    """Tell whether a launch reads or writes some bytes of these storages."""
-    touched = [program.storages[buffer.storage] for buffer in launch.buffers]
+def meets(program: p.Program, launch: p.Launch, exchange: p.Launch) -> bool:
+    """Tell whether a launch touches bytes that an exchange writes, or writes bytes that it reads."""
     return any(
-        a.region == b.region and a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
-        for a in touched
-        for b in held
+        (a.access, b.access) != ("in", "in") and overlap(program.storages[a.storage], program.storages[b.storage])
+        for a in launch.buffers
+        for b in exchange.buffers
     )
+
+
+def overlap(a: p.Storage, b: p.Storage) -> bool:
+    """Tell whether two storages have bytes in common."""
+    return a.region == b.region and a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
 
 
 def bucketed(workload: Workload, seconds: Sequence[float], bucket_bytes: int = BUCKET) -> Schedule:
