@@ -159,7 +159,8 @@ def test_workers_exchange_buckets_beside_the_backward_pass(ask, train):
     assert four["exposed_s"] < four["communication_s"] and many["efficiency"] < four["efficiency"] < 1
     assert four["waiting_s"] == pytest.approx(0.02 * (1 / 2 + 1 / 3 + 1 / 4) * one["compute_s"])
     (whole,) = ask(train, *about[:1], "4", *about[2:], "--bucket", "1GB")["points"]
-    assert whole["communication_s"] == pytest.approx(2 * 3 / 4 * size / 1e9) >= whole["exposed_s"] > 0
+    assert whole["communication_s"] == pytest.approx(2 * 3 / 4 * size / 1e9)
+    assert 0 < whole["exposed_s"] <= whole["communication_s"]
 
 
 def test_a_stack_of_reram_and_gpu_layers(ask):

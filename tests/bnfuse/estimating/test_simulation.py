@@ -142,7 +142,7 @@ def workload():
 def test_gradients_of_a_network_are_put_into_buckets(workload):
     seconds = [layer.time_s for layer in estimate(workload, MACHINE).layers]
     found = bucketed(workload, seconds, 200_000)
-    assert found.gradient_bytes == gradient_bytes(workload) and len(found.exchanges) == 4
+    assert found.gradient_bytes == gradient_bytes(workload) and len(found.exchanges) == 5
     assert all(each.bytes >= 200_000 for each in found.exchanges[:-1])
     assert found.exchanges[0].ready < found.exchanges[-1].ready == len(seconds) == found.update
     assert len(bucketed(workload, seconds, 1 << 30).exchanges) == 1
