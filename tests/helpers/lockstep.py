@@ -352,6 +352,9 @@ class _Compiler:
         if last in ("call_pure_extern", "call_extern"):
             called = args.pop(0).value
             last = _EXTERNS.get(called, called.removesuffix("f"))
+        if last == "func_call":  # a function in CUDA: its name, the operands, its text
+            last = args.pop(0).value
+            args.pop()
         if last not in FUNCTIONS:
             raise NotImplementedError(f"call {name} is not interpreted: add it to lockstep_ops.FUNCTIONS")
         function, operands = FUNCTIONS[last], [self.value(arg) for arg in args]

@@ -33,6 +33,21 @@ def _erf(value: np.ndarray) -> np.ndarray:
     return np.vectorize(math.erf, otypes=[np.float64])(value)
 
 
+def _approximate(function: Callable[[np.ndarray], np.ndarray], *, flush: bool) -> Callable[[Value], Value]:
+    """An instruction of a GPU that is right to 2**-22: the result of `function` in float64 cut to 23 bits, or, with
+    `flush`, 0 where it or the operand is below the normal floats."""
+    least = np.finfo(np.float32).tiny
+
+    def normal(values: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(values) < least, values * 0, values) if flush else values
+
+    def run(value: Value) -> Value:
+        made = np.asarray(normal(function(normal(value.astype(np.float64)))), np.float32)
+        return _as(_as(made, np.uint32) & np.uint32(0xFFFFFFFE), np.float32)
+
+    return run
+
+
 def round_tf32(value: Value) -> Value:
     """float32 to the nearest tf32, ties away from zero, as bits (cvt.rna.tf32.f32)."""
     bits = _as(value, np.uint32)
@@ -88,6 +103,11 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "isnan": np.isnan,
     "fma": _wide(lambda a, b, c: a * b + c),
     "fdividef": np.divide,
+    "approximate_exp2": _approximate(np.exp2, flush=True),
+    "approximate_reciprocal": _approximate(np.reciprocal, flush=True),
+    "approximate_reciprocal_of_any": _approximate(np.reciprocal, flush=False),
+    "max_or_nan": np.maximum,
+    "min_or_nan": np.minimum,
     "uint_as_float": lambda x: _as(x, np.float32),
     "float_as_uint": lambda x: _as(x, np.uint32),
     "bfloat162float": lambda x: x.astype(np.float32),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,16 +55,24 @@ def as_it_is(value: Expr) -> Expr:
     return value
 
 
-_written: contextvars.ContextVar[tuple[Fused, Wide, Bind]] = contextvars.ContextVar(
-    "written", default=(llvm_fma, llvm_wide, as_it_is)
-)
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """How a code generator writes `fma`, float64 constants, what is read often, and operations of activations that it
+    has its own functions for."""
+
+    fma: Fused = llvm_fma
+    wide: Wide = llvm_wide
+    bind: Bind = as_it_is
+    operations: Algebra = dataclasses.field(default_factory=dict)
+
+
+_written: contextvars.ContextVar[Written] = contextvars.ContextVar("written", default=Written())  # noqa: B039 (frozen)
 
 
 @contextlib.contextmanager
-def fused_by(function: Fused, wide: Wide = llvm_wide, bind: Bind = as_it_is) -> Iterator[None]:
-    """Have `fma`, float64 constants and what is read often, within the block, written as another code generator has
-    them."""
-    token = _written.set((function, wide, bind))
+def written_as(written: Written) -> Iterator[None]:
+    """Have formulas within the block written as another code generator has them."""
+    token = _written.set(written)
     try:
         yield
     finally:
@@ -72,12 +81,12 @@ def fused_by(function: Fused, wide: Wide = llvm_wide, bind: Bind = as_it_is) -> 
 
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
     """Write x*y + z, float32, rounded once."""
-    return _written.get()[0](x, y, z)
+    return _written.get().fma(x, y, z)
 
 
 def wide(value: float) -> Expr:
     """Write a float64 constant."""
-    return _written.get()[1](value)
+    return _written.get().wide(value)
 
 
 def f64(value: Any) -> Expr:
@@ -115,7 +124,7 @@ def exp_of_small(x: Expr) -> Expr:
 
 def often(value: Expr) -> Expr:
     """Write what is read many times: a variable where kernels become text, of which a compiler reads every copy."""
-    return _written.get()[2](value)
+    return _written.get().bind(value)
 
 
 def _exp(x: Expr) -> Expr:
@@ -183,17 +192,18 @@ def tanh(x: Expr) -> Expr:
     return tirx.Select(size > f32(TANH_SPLIT), with_sign(large, x), small)
 
 
-def erf(x: Expr) -> Expr:
-    """Write the error function."""
+def erf(x: Expr, exp: Bind = exp_of_small) -> Expr:
+    """Write the error function, by an exponential."""
+    x = often(x)
     size = tirx.abs(x)
     small = fma(polynomial(x * x, ERF_SMALL), x, x)
-    large = f32(1.0) - exp_of_small(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
+    large = f32(1.0) - exp(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
     return tirx.Select(size > f32(ERF_SPLIT), with_sign(large, x), small)
 
 
-def softplus(x: Expr) -> Expr:
+def softplus(x: Expr, exp: Bind = exp_of_small) -> Expr:
     """Write log(1 + e**x) = max(x, 0) + log(1 + u), u = e**-|x|."""
-    u = exp_of_small(f32(0.0) - tirx.abs(x))
+    u = exp(f32(0.0) - tirx.abs(x))
     return maximum(x, f32(0.0)) + fma(polynomial(u, LOG_1P) * u, u, u)
 
 
@@ -264,7 +274,7 @@ def formula(expression: Expression, attributes: Mapping[str, Any], **variables: 
     def make(part: Expression, value: Expr) -> Expr:
         return T.bind(value) if long and part.operation in LONG and uses[part] > 1 else value
 
-    return interpret(expression, TIR, leaf, make)
+    return interpret(expression, {**TIR, **_written.get().operations}, leaf, make)
 
 
 def is_long(parts: Iterable[Expression]) -> bool:

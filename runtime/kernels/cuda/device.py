@@ -19,6 +19,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.cuda import approximations
 from bnfuse.runtime.kernels.kernel import MapType, Param
 
 Expr = Any  # a tvm PrimExpr, or an int
@@ -155,7 +156,8 @@ def stage(
                     stack.enter_context(T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks}))
                 dtypes = {p.name: p.dtype for p in params}
                 block = Block(buffers, dtypes, offsets, known, x, y, z, tid, threads)
-                with steps.fused_by(fma, wide, held):
+                own = approximations.activations_of([p.dtype for p in params])
+                with steps.written_as(steps.Written(fma, wide, held, own)):
                     yield block
         function = builder.get()
     block.stage = Stage(name, grid, threads, shared, function, may_alias)
