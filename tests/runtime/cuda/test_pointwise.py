@@ -73,9 +73,10 @@ def test_equals_the_reference(name, shape, precision):
     check(name, shape, precision)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(("name", "shape"), pointwise_case.EACH)
-def test_every_activation_equals_the_reference(name, shape):
-    check(name, shape)
+def test_every_activation_equals_the_reference(name, shape, precision):
+    check(name, shape, precision)
 
 
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
