@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_real
 from bnfuse.parallel.launched import Launched, launched
 
 LIMIT = 120.0  # seconds
 KINDS = ("mpi", "gloo", "nccl")
+UNDER_PMIX = "PMIX_RANK"  # srun --mpi=pmix: MPI finds its ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,30 +78,44 @@ class World(Protocol):
         ...
 
 
-def open_world(kind: str | None = None, *, target: str = "cpu", limit: float = LIMIT) -> World | None:
+def open_world(
+    kind: str | None = None, *, target: str = "cpu", limit: float = LIMIT, deterministic: bool = False
+) -> World | None:
     """Join the ranks that a launcher started this process with; None where it is the only one.
 
     `kind` is mpi, gloo or nccl; by default nccl for a `target` on a GPU, else mpi under mpirun and gloo under torchrun.
-    `limit` has the seconds that a rank waits for others. Raises BnfuseError where the ranks do not find each other,
-    and for a kind that cannot serve here.
+    `limit` has the seconds that a rank waits for others. With `deterministic` sums are taken in the order of ranks: the
+    same bits whatever the library, and wherever the ranks are. Raises BnfuseError where the ranks do not find each
+    other, and for a kind that cannot serve here.
     """
     found = launched()
     if kind not in (None, *KINDS):
         raise BnfuseError(f"world '{kind}' is unknown: it is one of {', '.join(KINDS)}")
+    check_real("limit", limit)
     if found is None:
         if kind is not None:
             raise BnfuseError(f"world '{kind}' is of several processes: start them with mpirun -n N, torchrun or srun")
         return None
-    return opened(kind or kind_for(found, target), found, target, limit)
+    return opened(kind or kind_for(found, target), found, target, limit, deterministic)
 
 
-def kind_for(found: Launched, target: str) -> str:
+def kind_for(found: Launched, target: str, environ: Mapping[str, str] = os.environ) -> str:
     """Choose what carries the exchanges."""
     if target.partition(":")[0] == "cuda":
         return "nccl"
-    return "mpi" if found.launcher == "mpirun" else "gloo"
+    return "mpi" if found.launcher == "mpirun" or UNDER_PMIX in environ else "gloo"
 
 
-def opened(kind: str, found: Launched, target: str, limit: float) -> World:
+def opened(kind: str, found: Launched, target: str, limit: float, deterministic: bool) -> World:
     """Open a world of one kind."""
-    raise BnfuseError(f"world '{kind}' cannot serve a step on '{target}'")
+    if (kind == "nccl") != (target.partition(":")[0] == "cuda"):
+        raise BnfuseError(f"world '{kind}' cannot serve a step on '{target}': nccl is for cuda, mpi and gloo for cpu")
+    if kind == "mpi":
+        from bnfuse.parallel.mpi import MpiWorld
+
+        return MpiWorld(found, limit, deterministic=deterministic)
+    if kind == "gloo":
+        from bnfuse.parallel.gloo import GlooWorld
+
+        return GlooWorld(found, limit, deterministic=deterministic)
+    raise BnfuseError("ranks on GPUs are not supported by this version: compile for cpu")
