@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bnfuse.exploring import Exploration
     from bnfuse.fromtorch.initial_state import Loading
     from bnfuse.inspecting import Inspection
+    from bnfuse.parallel.world import World
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
     from bnfuse.runtime.program.optim import Optimizer
@@ -235,6 +236,8 @@ def compile(
     precision: str | None = None,
     batches: Sequence[int] = (),
     freeze: Sequence[str] = (),
+    world: World | None = None,
+    bucket: int | None = None,
     **signature: Any,
 ) -> Step:
     """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
@@ -248,7 +251,11 @@ def compile(
     `batches` are batch sizes: a call takes the programs of its own, and all share parameters, statistics and the
     optimiser's state. By default it is the graph's; `add_batch` compiles for more. `freeze` has globs of parameters
     that are not trained.
+    `world` is what `bnfuse.parallel.open_world()` gave to each of several processes: the graph's batch is one's, and
+    gradients are means over all of them, exchanged when `bucket` bytes are finished (4 MiB by default).
+    docs/parallel.md
     """
+    from bnfuse.parallel.ranks import BUCKET
     from bnfuse.runtime import compile_step
     from bnfuse.runtime.program.optim import require_optimizer
 
@@ -265,6 +272,8 @@ def compile(
         tune=tune,
         precision=precision,
         batches=batches,
+        world=world,
+        bucket=BUCKET if bucket is None else bucket,
     )
 
 
@@ -284,10 +293,11 @@ def open_step(
     threads: int | None = None,
     target: str | None = None,
     precision: str | None = None,
+    world: World | None = None,
     **options: Any,
 ) -> Step:
     """Open the step of a file that `step.export` wrote (it has its own target and optimiser), or compile a graph
-    now."""
+    now. `world` is that of `compile`."""
     from bnfuse.runtime import Step, load_step
 
     if isinstance(source, Step):
@@ -295,8 +305,8 @@ def open_step(
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
         if target is not None or precision is not None:
             raise BnfuseError(f"{source}: is compiled already: leave target and precision out, or give it a graph")
-        return load_step(Path(source), threads=threads)
-    return compile(source, target or "cpu", threads=threads, precision=precision, **options)
+        return load_step(Path(source), threads=threads, world=world)
+    return compile(source, target or "cpu", threads=threads, precision=precision, world=world, **options)
 
 
 def run(

@@ -17,6 +17,9 @@ from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.parallel.ranks import BUCKET, ONE, Ranks
+from bnfuse.parallel.waiting import patience
+from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
@@ -32,6 +35,8 @@ from bnfuse.runtime.session import Step
 from bnfuse.runtime.sizes import Pair
 from bnfuse.runtime.targets.target import Target
 
+COMPILING = 3600.0  # seconds that ranks wait for the one that compiles
+
 
 def compile_step(
     model: Any,
@@ -45,6 +50,8 @@ def compile_step(
     precision: str | None = None,
     batches: Sequence[int] = (),
     evaluates: bool = True,
+    world: World | None = None,
+    bucket: int = BUCKET,
 ) -> Step:
     """Compile the step of a training graph, rewritten or not.
 
@@ -54,21 +61,52 @@ def compile_step(
     `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
     `batches` are the batch sizes, the graph's own one by default. Raises BnfuseError where the graph has no other.
     With `evaluates=False` the program of evaluation is left out, and `step.evaluate` is refused.
+    `world` are the ranks that run the step together, each on a batch of its own; it begins with the state of rank 0.
+    Their gradients go on their way while others are computed, when `bucket` bytes of them are finished.
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
     machine = resolve(target, threads, precision)
-    pairs = compiled_pairs(graphs, machine, optimizer, cache, tune=tune, progress=progress, evaluates=evaluates)
+    ranks = ONE if world is None else Ranks(world.size, bucket)
+
+    def pairs_of(first: bool) -> list[Pair]:
+        told = progress if first else None
+        return compiled_pairs(
+            graphs, machine, optimizer, cache, tune=tune and first, progress=told, evaluates=evaluates, ranks=ranks
+        )
+
+    pairs = one_first(world, pairs_of) if cache is not False else pairs_of(True)
     step = Step(
         *pairs[0],
         *pairs[1:],
         target=machine,
         optimizer=optimizer,
         model=ir.to_proto(graphs[0].model).SerializeToString(),
+        world=world,
     )
+    step._shared.bucket = bucket
     step.load_state_dict(graph.state())
+    step.share_state()
     return step
+
+
+def one_first(world: World | None, make: Callable[[bool], list[Pair]]) -> list[Pair]:
+    """Compile on one rank of each machine, while the others wait: they find the kernels in the cache. Raises the first
+    rank's error on all of them."""
+    if world is None:
+        return make(True)
+    pairs, error = None, ""
+    if world.local_rank == 0:
+        try:
+            pairs = make(True)
+        except BnfuseError as found:
+            error = str(found)
+    with patience(world, COMPILING):
+        errors = [text.decode() for text in world.gather(error.encode()) if text]
+    if errors:
+        raise BnfuseError(errors[0])
+    return make(False) if pairs is None else pairs
 
 
 def add_batch(
@@ -86,15 +124,21 @@ def add_batch(
     if not step.model:
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
     graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
-    (pair,) = compiled_pairs(
-        [with_batch(graph, batch)],
-        step.target,
-        step.optimizer,
-        cache,
-        tune=tune,
-        progress=progress,
-        evaluates=step.evaluates,
-    )
+    more = with_batch(graph, batch)
+
+    def pairs_of(first: bool) -> list[Pair]:
+        return compiled_pairs(
+            [more],
+            step.target,
+            step.optimizer,
+            cache,
+            tune=tune and first,
+            progress=progress if first else None,
+            evaluates=step.evaluates,
+            ranks=step.ranks,
+        )
+
+    (pair,) = one_first(step.world, pairs_of) if cache is not False else pairs_of(True)
     step.add(*pair)
 
 
@@ -107,9 +151,10 @@ def compiled_pairs(
     tune: bool,
     progress: Progress | None,
     evaluates: bool = True,
+    ranks: Ranks = ONE,
 ) -> list[Pair]:
     """Lower and compile the programs of training and of evaluation of each graph."""
-    lowered = [lower_graph(graph, machine, optimizer, evaluates=evaluates) for graph in graphs]
+    lowered = [lower_graph(graph, machine, optimizer, evaluates=evaluates, ranks=ranks) for graph in graphs]
     kept = _cache(cache)
     memory = tuning.Memory(kept)
     for training, evaluation in lowered:
@@ -124,10 +169,15 @@ def compiled_pairs(
 
 
 def lower_graph(
-    graph: TrainingGraph, target: Target, optimizer: Optimizer | None, *, evaluates: bool = True
+    graph: TrainingGraph,
+    target: Target,
+    optimizer: Optimizer | None,
+    *,
+    evaluates: bool = True,
+    ranks: Ranks = ONE,
 ) -> tuple[Lowered, Lowered]:
     """Lower the programs of training and of evaluation, the latter without launches where the graph has none, or where
-    it is not asked for."""
+    it is not asked for. `ranks` run the training together."""
     opset = graph.model.opset_imports.get("")
     if opset is None:
         raise BnfuseError(f"{graph.name}: imports no standard operators")
@@ -141,7 +191,14 @@ def lower_graph(
     model, random = separated(graph.model, graph.name)
     sampling = dataclasses.replace(sampling_of(graph.model), random=random)
     training = lower(
-        model.graph, graph.signature, target, opset=opset, file=graph.name, sampling=sampling, finish=finish
+        model.graph,
+        graph.signature,
+        target,
+        opset=opset,
+        file=graph.name,
+        sampling=sampling,
+        finish=finish,
+        ranks=ranks,
     )
     if not evaluates:
         return training, Lowered(p.refusal("the step was compiled without its evaluation"), [])

@@ -16,6 +16,7 @@ from bnfuse.core.errors import BnfuseError, UnknownAttributeError
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.graph.labels import Classes
 from bnfuse.graph.sampling import Sampling
+from bnfuse.parallel.world import World
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import alone
@@ -26,6 +27,7 @@ from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
 from bnfuse.runtime.state import IncompatibleKeys, State
 from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.together import Shared, Together, agree_on_batch
 from bnfuse.runtime.updating import Updating, require_average
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between step
 GIVEN = ("target", "optimizer", "model", "times")
 
 
-class Step(Hosted, Updating):
+class Step(Hosted, Together, Updating):
     """A training step: `loss = step(images, labels)`. Made by `compile_step` or `load_step`.
 
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
@@ -60,6 +62,9 @@ class Step(Hosted, Updating):
     What a graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are those of
     the data that virtual samples are drawn like, `seed` and the count of steps say what random operators give, and
     `fix` replaces draws.
+
+    One of several ranks (together.py) is given its part of each batch: the loss that it returns, gradients and running
+    statistics are the means over the ranks, and all ranks have the same state.
     """
 
     def __init__(
@@ -70,10 +75,12 @@ class Step(Hosted, Updating):
         target: Target,
         optimizer: Optimizer | None = None,
         model: bytes = b"",
+        world: World | None = None,
     ) -> None:
         super().__init__()
         self.target, self.optimizer, self.model = target, optimizer, model
-        self._sizes = Sizes(((training, evaluation), *others), target)
+        self._sizes = Sizes(((training, evaluation), *others), target, world)
+        self._shared = Shared()
         self._state = State(self._sizes.first.train, optimizer, model)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = self._added = 0  # updates, and backward passes since the last one
@@ -291,7 +298,7 @@ class Step(Hosted, Updating):
         """Take the inputs of a step. What the last one computed is no longer to be built upon."""
         self._arena_is_taken()
         self._state.forwards += 1
-        self._sizes.choose(inputs)
+        agree_on_batch(self, self._sizes.choose(inputs).batch)
         names = [name for name, _ in paired(self.inputs, inputs)]
         draws = self._sizes.now.draws
         drawn = draws.changed(seed=self.seed, epoch=self.epoch, step=self._count)
@@ -318,7 +325,11 @@ class Step(Hosted, Updating):
         if self._output_gradients:
             results = [self._train.result(self._train.program.outputs[name]) for name in self._output_gradients]
             return results[0] if len(results) == 1 else tuple(results)
-        found = self._train.result(self._train.program.outputs[self.program.signature["loss"]])
+        program = self._train.program
+        loss = program.outputs[program.signature["loss"]]
+        if program.mean_loss is not None:
+            loss = p.Tensor(program.mean_loss, (1,))
+        found = self._train.result(loss)
         return float(found.reshape(())) if isinstance(found, np.ndarray) else found.reshape(())
 
     def _follow(self, phase: p.Phase, otherwise: str) -> None:
@@ -365,9 +376,11 @@ class Step(Hosted, Updating):
 
     @alone
     def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients by the names of the parameters: copies."""
-        found = {name: self._train.memory.read(tensor) for name, tensor in self._train.program.gradients.items()}
-        scale = self._gradients_scale
+        """Gradients by the names of the parameters: copies. Of several ranks the mean over them; with `accumulate` this
+        rank's own."""
+        program = self._train.program
+        found = {name: self._train.memory.read(tensor) for name, tensor in program.gradients.items()}
+        scale = self._gradients_scale * (1 if program.accumulates else program.ranks)
         return found if scale == 1 else {name: value / scale for name, value in found.items()}
 
     @property
@@ -407,7 +420,8 @@ class Step(Hosted, Updating):
 
     @alone
     def device_gradient(self, name: str) -> DeviceArray:
-        """Give the gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`.
+        """Give the gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`; of several ranks the
+        sum over them.
 
         The next step writes over it.
         """
@@ -491,7 +505,12 @@ class Step(Hosted, Updating):
 
     @alone
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""
+        """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole.
+
+        Of several ranks one does. Raises BnfuseError where gradients are added up then, each rank's own: `flush` first.
+        """
+        if self.world is not None and self._added:
+            raise BnfuseError("gradients are added up on each rank, which a file does not hold: call flush() before")
         self._state.save(pathlib.Path(path), self.steps, self._added, metadata or {})
 
     @alone

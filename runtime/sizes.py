@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.draws import Draws
 from bnfuse.runtime.backends.execution import STATE, Compiled, Runner
@@ -49,8 +50,8 @@ class Size:
 class Sizes:
     """All sizes of a step, by batch, and the one of the last call."""
 
-    def __init__(self, compiled: Sequence[Pair], target: Target) -> None:
-        self.target = target
+    def __init__(self, compiled: Sequence[Pair], target: Target, world: World | None = None) -> None:
+        self.target, self.world = target, world
         self._averaged: dict[int, Runner] = {}  # by batch, made when they are first asked for
         self.first = self.now = self._loaded(compiled[0], None)
         self.by_batch = {self.first.batch: self.first}
@@ -58,16 +59,18 @@ class Sizes:
             self.add(pair)
 
     def _loaded(self, pair: Pair, beside: Runner | None) -> Size:
+        check_ranks(pair[0].program, self.world)
         backend = backend_of(self.target)
-        train: Runner = backend.runner(pair[0], self.target, beside)
-        return Size(pair, train, backend.runner(pair[1], self.target, train), Draws(pair[0].program))
+        train: Runner = backend.runner(pair[0], self.target, beside, self.world)
+        draws = Draws(pair[0].program, self.world.rank if self.world is not None else 0)
+        return Size(pair, train, backend.runner(pair[1], self.target, train, self.world), draws)
 
     def averaged(self, size: Size) -> Runner:
         """Give the evaluation of a batch size by the averages of parameters and running statistics."""
         if size.batch not in self._averaged:
             compiled = size.compiled[1]
             there = Compiled(averaged(compiled.program), compiled.codes)
-            self._averaged[size.batch] = backend_of(self.target).runner(there, self.target, size.train)
+            self._averaged[size.batch] = backend_of(self.target).runner(there, self.target, size.train, self.world)
         return self._averaged[size.batch]
 
     def add(self, pair: Pair) -> None:
@@ -116,6 +119,19 @@ class Sizes:
             parts = [array[start : start + rows] for array in data]
             yield self.by_batch[batch], [filled(part, batch) for part in parts], rows
             start, left = start + rows, left - rows
+
+
+def check_ranks(program: p.Program, world: World | None) -> None:
+    """Raise BnfuseError where a program is for another number of ranks than there are."""
+    size = 1 if world is None else world.size
+    if program.ranks != size:
+        there = "this is one process alone" if world is None else f"there are {size}"
+        raise BnfuseError(
+            f"the step is compiled for {program.ranks} ranks, and {there}: start so many and open their world "
+            "(world=), or compile the graph again"
+            if program.ranks > 1
+            else f"the step is compiled for one process alone, and there are {size} ranks: compile the graph again here"
+        )
 
 
 def filled(rows: np.ndarray, batch: int) -> np.ndarray:

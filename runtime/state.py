@@ -179,11 +179,24 @@ class State:
                 return name
         return None
 
+    def whole(self) -> dict[str, np.ndarray]:
+        """Read all that is the same on each of several ranks: parameters, running statistics, moments, averages."""
+        averages = {f"{AVERAGE_PREFIX}{name}": value for name, value in self.read_average().items()}
+        return {**self.read(), **self._load(self._moments), **averages}
+
+    def replace_whole(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Put what `whole` gave elsewhere in the place of all of it."""
+        found = dict(tensors)
+        averages = taken(found, AVERAGE_PREFIX)
+        moments = {name: found.pop(name) for name in list(found) if name.startswith(MOMENT_PREFIX)}
+        self._write(found)
+        self._store(self._averages, averages)
+        self._store(self._moments, moments)
+
     def save(self, path: pathlib.Path, steps: int, added: int, metadata: Mapping[str, str]) -> None:
         """Write all as safetensors, with the optimiser's count of steps and how many backward passes are `added` up
         since the last one; the file is replaced as a whole."""
-        tensors = {**self.read(), **self._load(self._moments)}
-        tensors |= {f"{AVERAGE_PREFIX}{name}": value for name, value in self.read_average().items()}
+        tensors = self.whole()
         about = {**metadata, "format": "bnfuse", STEP_KEY: str(steps)}
         if counts := self.counts:
             about[COUNT] = json.dumps(counts)

@@ -7,10 +7,12 @@ step.flush()                         # and one of what is left over
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Runner, Scalars
 from bnfuse.runtime.program import program as p
@@ -33,6 +35,11 @@ class Insides(Protocol):
     @property
     def accumulate(self) -> int:
         """How many backward passes an update is of."""
+        ...
+
+    @property
+    def world(self) -> World | None:
+        """The ranks that run the step together."""
         ...
 
     @property
@@ -132,9 +139,9 @@ class Updating(Exclusive):
             found[phase] = {
                 "lr": self.lr,
                 "step": self.steps if phase == "update" else drawn,
-                "seed": self.seed,
+                "seed": seed_of(self.seed, 0 if self.world is None else self.world.rank),
                 "loss_scale": self._gradients_scale,
-                "divisor": self._added or self._gradients_scale,
+                "divisor": (self._added or self._gradients_scale) * self._train.program.ranks,
                 "keep": int(self._added > 1),
                 "factor": 1 / self._gradients_scale,
                 "share": 0.0 if ema is None else ema.share(max(self.steps, 1)),
@@ -142,6 +149,11 @@ class Updating(Exclusive):
             if phase == "update":
                 self._added = 0
         return found
+
+
+def seed_of(seed: int, rank: int) -> int:
+    """Give the seed that kernels draw from for the samples of a rank; the step's own for the first one."""
+    return seed if rank == 0 else zlib.crc32(f"{seed} of rank {rank}".encode())
 
 
 def require_average(state: State) -> None:

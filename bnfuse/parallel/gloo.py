@@ -118,7 +118,7 @@ class GlooWorld:
         os._exit(status)
 
     def _uncaught(self, *error: Any) -> None:
-        """End this process for an exception that nobody caught: torch waits for other ranks when an interpreter ends."""
+        """End this process for an exception that nobody caught: torch would wait for the other ranks."""
         self._hook(*error)
         self.end("", WORST)
 

@@ -86,7 +86,11 @@ class MpiWorld:
         with self._lock:
             request = MpiRequest(self, stages, what)
             self._open.append(request)
-            request.go_on()
+            try:
+                request.go_on()
+            except self._mpi.Exception as error:
+                self._is_lost = True
+                raise lost(self, f"has lost another one ({first_line(error)})") from None
         return request
 
     def _gathered(self, exchange: Exchanged) -> Stages:

@@ -191,10 +191,18 @@ class NcclWorld:
     def __init__(self, bootstrap: World, nccl: Any, communicator: Any, device: int) -> None:
         self.rank, self.size = bootstrap.rank, bootstrap.size
         self.local_rank, self.local_size = bootstrap.local_rank, bootstrap.local_size
-        self.limit = bootstrap.limit
         self.device = device
         self._bootstrap, self._nccl, self._communicator = bootstrap, nccl, communicator
         self._lost = ""  # why this rank has given up
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a rank waits for others before it ends the run."""
+        return self._bootstrap.limit
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        self._bootstrap.limit = seconds
 
     # -- on the host -------------------------------------------------------------------------------------------
 

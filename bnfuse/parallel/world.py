@@ -107,15 +107,17 @@ def kind_for(found: Launched, target: str, environ: Mapping[str, str] = os.envir
 
 
 def opened(kind: str, found: Launched, target: str, limit: float, deterministic: bool) -> World:
-    """Open a world of one kind."""
+    """Open a world of one kind. That of GPUs finds its ranks through one of CPUs."""
     if (kind == "nccl") != (target.partition(":")[0] == "cuda"):
         raise BnfuseError(f"world '{kind}' cannot serve a step on '{target}': nccl is for cuda, mpi and gloo for cpu")
+    if kind == "nccl":
+        from bnfuse.parallel.nccl import open_nccl
+
+        return open_nccl(opened(kind_for(found, "cpu"), found, "cpu", limit, deterministic))
     if kind == "mpi":
         from bnfuse.parallel.mpi import MpiWorld
 
         return MpiWorld(found, limit, deterministic=deterministic)
-    if kind == "gloo":
-        from bnfuse.parallel.gloo import GlooWorld
+    from bnfuse.parallel.gloo import GlooWorld
 
-        return GlooWorld(found, limit, deterministic=deterministic)
-    raise BnfuseError("ranks on GPUs are not supported by this version: compile for cpu")
+    return GlooWorld(found, limit, deterministic=deterministic)

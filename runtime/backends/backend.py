@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.execution import Compiled, Runner
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets.target import CpuTarget, CudaTarget
@@ -38,10 +39,11 @@ class Backend(Protocol[Kind]):
     def check(self, target: Kind, features: tuple[str, ...], threads: int | None) -> None:
         """Raise BnfuseError where code that was compiled elsewhere is not for this machine, nor for so many threads."""
 
-    def runner(self, compiled: Compiled, target: Kind, beside: Any = None) -> Runner:
+    def runner(self, compiled: Compiled, target: Kind, beside: Any = None, world: World | None = None) -> Runner:
         """Load a program into memory.
 
-        It shares what both have with the one `beside` it: state and working memory.
+        It shares what both have with the one `beside` it: state and working memory. What it exchanges, it exchanges
+        with the ranks of `world`.
         """
 
     def measure(self, target: Kind) -> Measure:

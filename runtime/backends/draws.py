@@ -1,6 +1,7 @@
 """What a step draws for itself: places of samples once an epoch, virtual samples and random values each step.
 
-Everything follows from (seed, epoch) or (seed, steps done), and is sent to the step's memory only when it has changed.
+Everything follows from (seed, epoch) or (seed, steps done, rank), and is sent to the step's memory only when it has
+changed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Draws:
     """`virtual_statistics` are mean and standard deviation of the data that is fed, for all channels or for each."""
 
     program: p.Program
+    rank: int = 0  # what is drawn for the samples of a batch is another one's on each rank; places are the same
     sampling: Sampling = dataclasses.field(init=False)
     fixed: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     _statistics: tuple[np.ndarray, np.ndarray] = (np.zeros(1, np.float32), np.ones(1, np.float32))
@@ -89,9 +91,11 @@ class Draws:
                 found[name] = self.fixed[name]
             elif name in self.sampling.random:
                 tensor, random = self.program.inputs[name], self.sampling.random[name]
-                found[name] = random.draw(tensor.shape, tensor.dtype, seed=seed, step=step, name=name)
+                own = f"{name}@{self.rank}" if self.rank else name
+                found[name] = random.draw(tensor.shape, tensor.dtype, seed=seed, step=step, name=own)
             elif name in self.sampling.virtual:
-                found[name] = virtual_samples(self.program.inputs[name].shape, mean, std, seed=seed, step=step)
+                shape = self.program.inputs[name].shape
+                found[name] = virtual_samples(shape, mean, std, seed=seed, step=step, rank=self.rank)
         self._pending = {name: wanted[name] for name in late}
         return found
 

@@ -4,9 +4,9 @@
     backward   gradients in buckets, each where the last of it is finished    summed; the update divides them
     update     gradients added up over several steps                          summed, in the place of each step's
 
-A bucket is one range of memory: where there are ranks, parameters lie in the order in which their gradients are finished
-(`by_gradient`), from the last layer to the first. What is exchanged is a mean over the ranks, and so it is of the whole
-batch, whose parts are equally large.
+A bucket is one range of memory: where there are ranks, parameters lie in the order in which their gradients are
+finished (`by_gradient`), from the last layer to the first. What is exchanged is a mean over the ranks, and so it is of
+the whole batch, whose parts are equally large.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.generic import GenericProblem
-from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.program import program as p
 
@@ -62,13 +61,15 @@ def by_gradient(nodes: Sequence[ir.Node], graph: ir.Graph, signature: GraphSigna
 
 
 def mean_results(low: Lowering) -> None:
-    """Make new running statistics and the loss means over the ranks, at the end of the forward phase.
+    """Make new running statistics and the loss means over the ranks, at the end of the forward phase. Wants to be
+    called when launches are in their order.
 
     What the graph computes of running statistics goes to a region of its own, in which backward reads it, if it does.
     """
     if low.ranks.size == 1:
         return
-    low.node = "means over the ranks"
+    before, low.launches = low.launches, []
+    low.phase, low.node = "forward", "means over the ranks"
     factor = low.constant_storage(np.full(1, 1 / low.ranks.size, np.float32))
     summed = []
     for start, stop in own_running(low):
@@ -83,6 +84,11 @@ def mean_results(low: Lowering) -> None:
         summed.append(low.mean_loss)
     if summed:
         low.exchange(p.SUM, summed)
+    low.launches = [
+        *(x for x in before if x.phase == "forward"),
+        *low.launches,
+        *(x for x in before if x.phase != "forward"),
+    ]
 
 
 def own_running(low: Lowering) -> list[tuple[int, int]]:
@@ -90,15 +96,13 @@ def own_running(low: Lowering) -> list[tuple[int, int]]:
 
     Where the session takes them from lie their means.
     """
-    held = [i for i, storage in enumerate(low.storages) if storage.region == p.NEW_RUNNING]
     names = set(low.signature.running.values())
     outputs = [value for value in low.graph.outputs if value.name in names]
-    for value in outputs:
-        storage = low.storages[low.destinations[value]]
-        mean = low.storage(storage.elements, storage.dtype, p.NEW_RUNNING, storage.offset)
-        low.destinations[value] = mean
-    for index in held:
-        low.storages[index] = dataclasses.replace(low.storages[index], region=p.OWN_RUNNING)
+    held = [low.destinations[value] for value in outputs]
+    for value, index in zip(outputs, held, strict=True):
+        storage = low.storages[index]
+        low.storages[index] = dataclasses.replace(storage, region=p.OWN_RUNNING)
+        low.destinations[value] = low.storage(storage.elements, storage.dtype, p.NEW_RUNNING, storage.offset)
     if held:
         low.regions[p.OWN_RUNNING] = low.regions[p.NEW_RUNNING]
     return joined((low.storages[i].offset // FLOAT, low.storages[i].elements) for i in held)
@@ -121,13 +125,13 @@ def exchange_gradients(low: Lowering) -> None:
     if p.ACCUMULATED in low.regions:
         exchange_accumulated(low)
         return
-    launches, added = low.launches, 0
     for number, bucket in enumerate(buckets(low)):
-        storages = [low.storage(stop - start, region=p.GRADIENTS, offset=start * FLOAT) for start, stop in bucket.ranges]
+        storages = [
+            low.storage(stop - start, region=p.GRADIENTS, offset=start * FLOAT) for start, stop in bucket.ranges
+        ]
         buffers = tuple(p.Buffer(storage, "inout") for storage in storages)
         exchange = p.Launch("backward", p.SUM, node_of(number, bucket.names), buffers)
-        launches.insert(bucket.after + 1 + added, exchange)
-        added += 1
+        low.launches.insert(bucket.after + 1 + number, exchange)  # behind those of former buckets
     scale_constants(low)
 
 
@@ -217,6 +221,3 @@ def require_loss(low: Lowering) -> None:
             "a graph without a loss is not trained by several ranks: give it one, or let torch's "
             "DistributedDataParallel average its gradients"
         )
-
-
-__all__ = ["Request", "by_gradient", "exchange_gradients", "mean_results", "require_loss"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -32,6 +32,7 @@ from bnfuse.runtime.lowering.chains import join_chains
 from bnfuse.runtime.lowering.dense import biased_product, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.early import gradients_early
+from bnfuse.runtime.lowering.exchanges import by_gradient, exchange_gradients, mean_results, require_loss
 from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
 from bnfuse.runtime.lowering.layout import assign_guards, assign_slots, assign_vector_slots
@@ -81,7 +82,8 @@ def lower(
 def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None] | None) -> Lowered:
     graph, signature = low.graph, low.signature
     nodes = ordered(graph, signature)
-    enter(low)
+    require_loss(low)
+    enter(low, by_gradient(nodes, graph, signature) if low.ranks.size > 1 else signature.trainable)
     nodes = joined(low, nodes)
     low.order = {node: index for index, node in enumerate(nodes)}
     infer_missing_shapes(low, nodes)
@@ -105,6 +107,8 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     join_tails(low)
     group_coefficients(low)
     gradients_early(low)
+    mean_results(low)
+    exchange_gradients(low)
     return assemble(low, drawn(low, sampling))
 
 
@@ -184,11 +188,11 @@ def forward_nodes(graph: ir.Graph, signature: GraphSignature) -> set[ir.Node]:
     return ancestors([v for v in graph.outputs if v.name not in signature.backward_results])
 
 
-def enter(low: Lowering) -> None:
-    """Forms of graph inputs and initializers."""
+def enter(low: Lowering, trainable: Sequence[str]) -> None:
+    """Forms of graph inputs and initializers. Parameters that are trained lie in the order given."""
     signature = low.signature
     inputs = {value.name or "": value for value in low.graph.inputs}
-    for name in (*signature.trainable, *signature.frozen):
+    for name in (*trainable, *signature.frozen):
         _enter_one(low, inputs, name, p.PARAMETERS)
     for name in signature.running:
         _enter_one(low, inputs, name, p.RUNNING)

@@ -72,7 +72,7 @@ def options_of(low: Lowering, optimizer: Optimizer) -> Options:
     """Tell what a kernel does besides the formula."""
     return Options(
         rates=optimizer.has_rates,
-        divided=optimizer.accumulate > 1 or low.target.precision == "fp16",
+        divided=optimizer.accumulate > 1 or low.target.precision == "fp16" or low.ranks.size > 1,
         clipped=optimizer.clip_norm is not None,
         bound=None if optimizer.clip_value is None else float(optimizer.clip_value),
         averaged=optimizer.ema is not None,

@@ -36,6 +36,7 @@ PARAMETERS = "parameters"  # trainable, then frozen; updated in place
 GRADIENTS = "gradients"  # element for element where `parameters` has the trainable ones
 RUNNING = "running"  # running statistics before the step
 NEW_RUNNING = "new_running"  # and after it, element for element where `running` has them
+OWN_RUNNING = "own_running"  # the same of this rank's batch alone, where `new_running` has the means over the ranks
 INPUTS = "inputs"
 OUTPUTS = "outputs"
 CONSTANTS = "constants"

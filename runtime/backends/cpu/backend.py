@@ -14,6 +14,7 @@ from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import CpuTarget
 
 if TYPE_CHECKING:
+    from bnfuse.parallel.world import World
     from bnfuse.runtime.backends.backend import Measure
     from bnfuse.runtime.backends.cpu.runner import CpuRunner
 
@@ -69,11 +70,13 @@ class CpuBackend:
         if threads is not None and target.threads not in (threads, bounded_threads(threads)):
             raise BnfuseError(f"was compiled for {target.threads} threads, not {threads}: compile the model again")
 
-    def runner(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> CpuRunner:
-        """Load a program into memory, with what it shares with the one `beside` it."""
+    def runner(
+        self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None, world: World | None = None
+    ) -> CpuRunner:
+        """Load a program into memory, with what it shares with the one `beside` it. It exchanges with a `world`."""
         from bnfuse.runtime.backends.cpu.runner import CpuRunner
 
-        return CpuRunner(compiled, target, beside)
+        return CpuRunner(compiled, target, beside, world)
 
     def measure(self, target: CpuTarget) -> Measure:
         """Give what measures kernels here. Raises BnfuseError where this CPU lacks an instruction set of theirs."""

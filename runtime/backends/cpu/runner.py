@@ -12,6 +12,8 @@ import tvm
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.processors import check_threads
+from bnfuse.parallel.world import World
+from bnfuse.runtime.backends.cpu.exchanging import Exchanges, Place
 from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.execution import (
     Compiled,
@@ -30,9 +32,12 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 class CpuRunner:
-    """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
+    """Executes the launches of one program, with the ranks of `world` where it exchanges. Code for another processor
+    can be kept and exported, not run."""
 
-    def __init__(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> None:
+    def __init__(
+        self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None, world: World | None = None
+    ) -> None:
         check_threads(target.threads)
         self.program, self.threads = compiled.program, target.threads
         program = compiled.program
@@ -42,10 +47,16 @@ class CpuRunner:
         if not self.missing:
             self._tensors: dict[int, Any] = {}
             self.library = Library(compiled.program.kernels, compiled.codes)
-            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.ALL_PHASES}
+            self.exchanges = Exchanges(program, self.memory, world)
+            self.calls = {
+                phase: [self._call(launch, (phase, index)) for index, launch in enumerate(program.phase(phase))]
+                for phase in p.ALL_PHASES
+            }
 
-    def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
+    def _call(self, launch: p.Launch, place: Place) -> tuple[Any, list[Any], list[tuple[int, str]]]:
         """Give function, arguments, and which of them have to be filled in when the step runs."""
+        if launch.exchanges:
+            return self.exchanges.begin, [place], []
         arguments: list[Any] = []
         late = []
         for argument in launch.arguments:
@@ -69,18 +80,31 @@ class CpuRunner:
 
     def _run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
         seconds: dict[p.Phase, float] = {}
-        for part in parts:
-            start, given = time.perf_counter(), scalars.get(part.phase, {})
-            for function, arguments, late in self.calls[part.phase][part.start : part.stop]:
-                for index, name in late:
-                    arguments[index] = given[name]
-                try:
-                    function(*arguments)
-                except (TypeError, ValueError, RuntimeError) as error:
-                    raise unfit(error) from None
-            if part.commits:
-                self._commit()
-            seconds[part.phase] = seconds.get(part.phase, 0.0) + time.perf_counter() - start
+        exchanges = bool(self.exchanges)
+        try:
+            for part in parts:
+                start, given = time.perf_counter(), scalars.get(part.phase, {})
+                if part.start:
+                    self.exchanges.finish()  # launches that would have waited are left out
+                for place, (function, arguments, late) in enumerate(
+                    self.calls[part.phase][part.start : part.stop], part.start
+                ):
+                    if exchanges:
+                        self.exchanges.before((part.phase, place))
+                    for index, name in late:
+                        arguments[index] = given[name]
+                    try:
+                        function(*arguments)
+                    except (TypeError, ValueError, RuntimeError) as error:
+                        raise unfit(error) from None
+                if part.commits:
+                    self.exchanges.finish()
+                    self._commit()
+                seconds[part.phase] = seconds.get(part.phase, 0.0) + time.perf_counter() - start
+            self.exchanges.finish()
+        except BaseException:
+            self.exchanges.forget()
+            raise
         return seconds
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
@@ -96,9 +120,10 @@ class CpuRunner:
                     arguments[index] = scalars[phase][name]
                 start = time.perf_counter()
                 function(*arguments)
+                self.exchanges.finish()  # an exchange is timed from its beginning to its end
                 seconds = time.perf_counter() - start
-                work = self.program.works[one.kernel] if self.program.works else None
-                times.append(LaunchTime(phase, one.node, self.program.kernels[one.kernel], seconds, work))
+                name, work = self.program.name_of(one), self.program.work_of(one)
+                times.append(LaunchTime(phase, one.node, name, seconds, work))
             if self.program.whole(phase).commits:
                 self._commit()
         return times

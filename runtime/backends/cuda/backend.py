@@ -12,6 +12,7 @@ from bnfuse.runtime.targets import arch
 from bnfuse.runtime.targets.target import CudaTarget
 
 if TYPE_CHECKING:
+    from bnfuse.parallel.world import World
     from bnfuse.runtime.backends.backend import Measure
     from bnfuse.runtime.backends.cuda.runner import CudaRunner
 
@@ -61,11 +62,14 @@ class CudaBackend:
         if threads is not None:
             raise BnfuseError("was compiled for a GPU, which takes no number of threads: leave it out")
 
-    def runner(self, compiled: Compiled, target: CudaTarget, beside: CudaRunner | None = None) -> CudaRunner:
-        """Load a program, with what it shares with the one `beside` it. It takes the GPU's memory when it runs."""
+    def runner(
+        self, compiled: Compiled, target: CudaTarget, beside: CudaRunner | None = None, world: World | None = None
+    ) -> CudaRunner:
+        """Load a program, with what it shares with the one `beside` it. It takes the GPU's memory when it runs, and
+        exchanges with a `world` of GPUs."""
         from bnfuse.runtime.backends.cuda.runner import CudaRunner
 
-        return CudaRunner(compiled, target, beside)
+        return CudaRunner(compiled, target, beside, world)
 
     def measure(self, target: CudaTarget) -> Measure:
         """Give what measures kernels on the GPU here. Raises BnfuseError where there is none of the architecture."""
