@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 import types
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -67,6 +68,10 @@ def needs(config: pytest.Config, marked: Collection[str] = ()) -> dict[str, tupl
     tools = all(shutil.which(tool) for tool in EMULATION_TOOLS)
     asked = "emulation" in str(config.getoption("markexpr"))
     return {
+        "mpi": (
+            importlib.util.find_spec("mpi4py") is not None and (Path(sys.executable).parent / "mpirun").exists(),
+            "start ranks under mpirun, which is not installed (pip install '.[mpi]')",
+        ),
         "torch": (
             importlib.util.find_spec("torch") is not None,
             "need torch, which is not installed (pip install torch)",

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: what worlds promise, without a launcher. Sums are taken in the order of ranks."""
+"""Ranks that are threads of one process: what worlds promise, without a launcher. Sums are in the order of ranks."""
 
 from __future__ import annotations
 
