@@ -16,6 +16,7 @@ from bnfuse.parallel.launched import Launched, launched
 LIMIT = 120.0  # seconds
 KINDS = ("mpi", "gloo", "nccl")
 UNDER_PMIX = "PMIX_RANK"  # srun --mpi=pmix: MPI finds its ranks
+_open: dict[tuple[str, bool], World] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ def open_world(
 
     `kind` is mpi, gloo or nccl; by default nccl for a `target` on a GPU, else mpi under mpirun and gloo under torchrun.
     `limit` has the seconds that a rank waits for others. With `deterministic` sums are taken in the order of ranks: the
-    same bits whatever the library, and wherever the ranks are. Raises BnfuseError where the ranks do not find each
-    other, and for a kind that cannot serve here.
+    same bits whatever the library, and wherever the ranks are. Opened again, it is the same world. Raises BnfuseError
+    where the ranks do not find each other, and for a kind that cannot serve here.
     """
     found = launched()
     if kind not in (None, *KINDS):
@@ -96,7 +97,12 @@ def open_world(
         if kind is not None:
             raise BnfuseError(f"world '{kind}' is of several processes: start them with mpirun -n N, torchrun or srun")
         return None
-    return opened(kind or kind_for(found, target), found, target, limit, deterministic)
+    chosen = kind or kind_for(found, target)
+    if (chosen, deterministic) not in _open:
+        _open[chosen, deterministic] = opened(chosen, found, target, limit, deterministic)
+    world = _open[chosen, deterministic]
+    world.limit = limit
+    return world
 
 
 def kind_for(found: Launched, target: str, environ: Mapping[str, str] = os.environ) -> str:
