@@ -62,7 +62,7 @@ def compile_step(
     `batches` are the batch sizes, the graph's own one by default. Raises BnfuseError where the graph has no other.
     With `evaluates=False` the program of evaluation is left out, and `step.evaluate` is refused.
     `world` are the ranks that run the step together, each on a batch of its own; it begins with the state of rank 0.
-    Their gradients go on their way while others are computed, when `bucket` bytes of them are finished.
+    Their gradients go on their way while others are computed, when `bucket` bytes of them are there.
     """
     require_optimizer(optimizer)
     graph = open_graph(model)

@@ -1,7 +1,7 @@
 """What several ranks exchange in a step that each runs on its part of the batch.
 
     forward    running statistics -> theirs/ranks, loss -> loss/ranks         summed in one message
-    backward   gradients in buckets, each where the last of it is finished    summed; the update divides them
+    backward   gradients in buckets, each when backward is done with it       summed; the update divides them
     update     gradients added up over several steps                          summed, in the place of each step's
 
 A bucket is one range of memory: where there are ranks, parameters lie in the order in which their gradients are
@@ -30,8 +30,8 @@ FLOAT = np.dtype(np.float32).itemsize
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together: their names, the launch that finishes the last of them (its place among
-    all launches), and the ranges of elements in their region."""
+    """Gradients that are exchanged together: their names, the last launch that touches one of them (its place among all
+    launches), and the ranges of elements in their region."""
 
     names: tuple[str, ...]
     after: int
@@ -42,17 +42,21 @@ class Bucket:
 
 
 def by_gradient(nodes: Sequence[ir.Node], graph: ir.Graph, signature: GraphSignature) -> list[str]:
-    """Order the trainable parameters by the nodes that make their gradients; those without one are the last."""
+    """Order the trainable parameters by the last nodes that make or read their gradients; those without one are the
+    last."""
     order = {node: index for index, node in enumerate(nodes)}
     outputs = {value.name: value for value in graph.outputs}
 
     def finished(name: str) -> int:
         value: ir.Value | None = outputs.get(signature.gradients.get(name))
-        while value is not None and (node := value.producer()) is not None:
-            if node.op_type not in RESHAPES or node.domain:
-                return order.get(node, -1)
-            value = node.inputs[0]
-        return len(order) if value is None else -1
+        last = len(order) if value is None else -1
+        while value is not None:
+            node = value.producer()
+            touching = [node, *(use.node for use in value.uses())]
+            last = max([last, *(order.get(each, -1) for each in touching if each is not None)])
+            renamed = node is not None and node.op_type in RESHAPES and not node.domain
+            value = node.inputs[0] if node is not None and renamed else None
+        return last
 
     return sorted(signature.trainable, key=finished)
 
@@ -154,7 +158,7 @@ def node_of(number: int, names: Sequence[str]) -> str:
 
 
 def buckets(low: Lowering) -> list[Bucket]:
-    """Put gradients together in the order in which they are finished, until a bucket is full."""
+    """Put gradients together in the order in which backward is done with them, until a bucket is full."""
     finished = finishing(low)
     order = sorted(finished, key=lambda name: (finished[name][0], finished[name][1].offset))
     found: list[Bucket] = []
@@ -172,20 +176,23 @@ def buckets(low: Lowering) -> list[Bucket]:
 
 
 def finishing(low: Lowering) -> dict[str, tuple[int, p.Storage]]:
-    """Find for each gradient the last launch that writes it (its place among all), and where it lies. A gradient that
-    no launch writes is a constant, and not exchanged."""
-    written = []
+    """Find for each gradient the last launch of backward that touches it (its place among all), and where it lies.
+
+    A BatchNorm's gradients are sums that the layer before it reads: they are this rank's own until then. A gradient
+    that no launch writes is a constant, and not exchanged.
+    """
+    touched: list[tuple[int, int, int, bool]] = []
     for index, launch in enumerate(low.launches):
         for buffer in launch.buffers:
             storage = low.storages[buffer.storage]
-            if launch.phase == "backward" and storage.region == p.GRADIENTS and buffer.access != "in":
-                written.append((index, storage.offset, storage.offset + storage.bytes))
+            if launch.phase == "backward" and storage.region == p.GRADIENTS:
+                touched.append((index, storage.offset, storage.offset + storage.bytes, buffer.access != "in"))
     found = {}
     for name, index in gradient_storages(low).items():
         held = low.storages[index]
-        places = [i for i, start, stop in written if start < held.offset + held.bytes and held.offset < stop]
-        if places and held.elements:
-            found[name] = max(places), held
+        places = [(i, w) for i, start, stop, w in touched if start < held.offset + held.bytes and held.offset < stop]
+        if held.elements and any(writes for _, writes in places):
+            found[name] = max(place for place, _ in places), held
     return found
 
 
