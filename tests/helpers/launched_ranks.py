@@ -110,11 +110,11 @@ def exchange(world: World) -> dict[str, np.ndarray]:
 
 def train(world: World) -> dict[str, np.ndarray]:
     """Train a small network for some steps, as tests/runtime/test_ranks.py does."""
-    from small_training import BATCH, CLASSES, small_graph
+    from small_training import BATCH, CLASSES, normalised_graph
 
     from bnfuse.runtime import SGD, compile_step
 
-    step = compile_step(small_graph(None), threads=1, optimizer=SGD(lr=0.1, momentum=0.9), world=world, bucket=1000)
+    step = compile_step(normalised_graph(), threads=1, optimizer=SGD(lr=0.1, momentum=0.9), world=world, bucket=1000)
     losses = []
     for seed in range(5):
         rng = np.random.default_rng([seed, world.rank])
@@ -136,14 +136,17 @@ def leave(world: World, how: str) -> None:
 
 
 def main(what: str, folder: str, how: str = "", limit: str = "20") -> None:
-    """One rank: exchange, train or leave."""
-    world = open_world(limit=float(limit), deterministic=how == "deterministic")
-    assert world is not None
+    """One rank: leave, or exchange in a world of either kind, and perhaps train."""
     if what == "leave":
+        world = open_world(limit=float(limit))
+        assert world is not None
         leave(world, how)
         return
-    found = {"exchange": exchange, "train": train}[what](world)
-    np.savez(pathlib.Path(folder) / f"{world.name}-{what}-{how}-{world.rank}.npz", **found)
+    for deterministic in (False, True):
+        world = open_world(limit=float(limit), deterministic=deterministic)
+        assert world is not None and world is open_world(deterministic=deterministic)
+        np.savez(pathlib.Path(folder) / f"{world.name}-{deterministic}-{world.rank}.npz", **exchange(world))
+    np.savez(pathlib.Path(folder) / f"{world.name}-train-{world.rank}.npz", **(train(world) if what == "train" else {}))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,13 @@ def small_graph(sample: str | None = SAMPLED, level: str = "icf") -> onnx.ModelP
     return ir.to_proto(bnfuse.rewrite(model, level=level, sample=sample).model)
 
 
+def normalised_graph(level: str = "icf") -> onnx.ModelProto:
+    """One in which nothing is drawn."""
+    import onnx_ir as ir
+
+    return ir.to_proto(bnfuse.rewrite(build_training_graph(forward_model(0.0)), level=level).model)
+
+
 def small_data(train: int = 5 * BATCH + 3, test: int = 40) -> Dataset:
     """Some of the digits, not normalised."""
     data = load_data("digits")

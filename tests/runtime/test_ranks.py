@@ -11,10 +11,11 @@ import onnx
 import onnx.helper as h
 import onnx_ir as ir
 import pytest
-from small_training import BATCH, CLASSES, forward_model, small_graph
+from small_training import BATCH, CLASSES, normalised_graph, small_graph
 from thread_ranks import ThreadWorld, together
 from two_layers import graph_of
 
+import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import open_graph
@@ -32,14 +33,8 @@ SMALL_BUCKET = 1000  # bytes
 
 @functools.cache
 def normalised() -> onnx.ModelProto:
-    """Two convolutions with BatchNorms; nothing is drawn."""
-    return small_graph_of(forward_model(0.0))
-
-
-def small_graph_of(forward: onnx.ModelProto) -> onnx.ModelProto:
-    import bnfuse
-
-    return ir.to_proto(bnfuse.rewrite(build_training_graph(forward), level="icf").model)
+    """Two convolutions with BatchNorms."""
+    return normalised_graph()
 
 
 @functools.cache
@@ -57,7 +52,7 @@ def plain() -> onnx.ModelProto:
     x, y = (h.make_tensor_value_info(n, 1, s) for n, s in (("x", [4, 1, 8, 8]), ("logits", [4, CLASSES])))
     model = h.make_model(h.make_graph(nodes, "plain", [x], [y], weights), opset_imports=[h.make_opsetid("", 17)])
     model.ir_version = 8
-    return small_graph_of(model)
+    return ir.to_proto(bnfuse.rewrite(build_training_graph(model), level="icf").model)
 
 
 def batch(seed: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,8 +20,8 @@ from bnfuse.parallel.world import kind_for, opened
 LIMIT = 2.0  # seconds, of the tests in which a rank is gone
 
 
-def results(folder: pathlib.Path, world: str, what: str, how: str, size: int) -> list[dict[str, np.ndarray]]:
-    return [dict(np.load(folder / f"{world}-{what}-{how}-{rank}.npz")) for rank in range(size)]
+def results(folder: pathlib.Path, world: str, what: object, size: int) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(folder / f"{world}-{what}-{rank}.npz")) for rank in range(size)]
 
 
 def check_exchanged(found: list[dict[str, np.ndarray]], deterministic: bool) -> None:
@@ -45,31 +45,25 @@ def check_exchanged(found: list[dict[str, np.ndarray]], deterministic: bool) -> 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("size", "how"), [(4, ""), (3, "deterministic")])
-def test_exchanges_by_mpi(tmp_path: pathlib.Path, size: int, how: str) -> None:
-    status, output, _ = by_mpirun(size, "exchange", str(tmp_path), how)
+def test_exchanges_by_mpi_and_a_step_that_is_that_of_threads_bit_by_bit(tmp_path: pathlib.Path) -> None:
+    """The step where sums are taken in the order of ranks."""
+    status, output, _ = by_mpirun(3, "train", str(tmp_path))
     assert status == 0, output
-    check_exchanged(results(tmp_path, "MPI", "exchange", how, size), bool(how))
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("size", "how"), [(2, "deterministic"), (3, "")])
-def test_exchanges_by_gloo(tmp_path: pathlib.Path, size: int, how: str) -> None:
-    for status, output in by_variables(size, "exchange", str(tmp_path), how):
-        assert status == 0, output
-    check_exchanged(results(tmp_path, "gloo", "exchange", how, size), bool(how))
-
-
-@pytest.mark.mpi
-def test_a_step_under_mpirun_is_that_of_threads_bit_by_bit(tmp_path: pathlib.Path) -> None:
-    """Where sums are taken in the order of ranks."""
-    status, output, _ = by_mpirun(2, "train", str(tmp_path), "deterministic")
-    assert status == 0, output
-    wanted = together(2, launched_ranks.train)
-    for found, one in zip(results(tmp_path, "MPI", "train", "deterministic", 2), wanted, strict=True):
+    for deterministic in (False, True):
+        check_exchanged(results(tmp_path, "MPI", deterministic, 3), deterministic)
+    wanted = together(3, launched_ranks.train)
+    for found, one in zip(results(tmp_path, "MPI", "train", 3), wanted, strict=True):
         assert found.keys() == one.keys()
         for name, value in one.items():
             assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.torch
+def test_exchanges_by_gloo(tmp_path: pathlib.Path) -> None:
+    for status, output in by_variables(3, "exchange", str(tmp_path)):
+        assert status == 0, output
+    for deterministic in (False, True):
+        check_exchanged(results(tmp_path, "gloo", deterministic, 3), deterministic)
 
 
 @pytest.mark.mpi
@@ -92,20 +86,10 @@ def test_when_a_rank_is_gone_all_end(how: str, says: str, expected: int, tmp_pat
         assert "Go on from the last checkpoint" in output
 
 
-@pytest.mark.mpi
-def test_those_that_are_left_by_a_dead_rank_say_so(tmp_path: pathlib.Path) -> None:
-    """Where the launcher does not end them itself."""
-    options = ("-disable-auto-cleanup",)
-    status, output, seconds = by_mpirun(3, "leave", str(tmp_path), "die", f"{LIMIT}", options=options)
-    assert status != 0 and seconds < LIMIT + 10
-    assert "LostRankError: rank 0 of 3" in output or "LostRankError: rank 2 of 3" in output, output
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize("how", ["die", "raise"])
-def test_when_a_rank_of_gloo_is_gone_the_others_end(how: str, tmp_path: pathlib.Path) -> None:
-    first, second = by_variables(2, "leave", str(tmp_path), how, f"{LIMIT}")
-    assert second[0] == (-9 if how == "die" else 1)
+def test_when_a_rank_of_gloo_is_gone_the_other_ends(tmp_path: pathlib.Path) -> None:
+    first, second = by_variables(2, "leave", str(tmp_path), "die", f"{LIMIT}")
+    assert second[0] == -9
     assert first[0] == 1 and "LostRankError: rank 0 of 2" in first[1], first[1]
 
 
