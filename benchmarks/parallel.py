@@ -203,8 +203,7 @@ def base_of(name: str) -> str:
     """The name of the step without exchanges that one of several ranks is compared with."""
     if name.startswith("ddp"):
         return parallel_torch.alone_of(name)
-    words = [word for word in name.split("+") if not word.endswith("MB")]
-    return f"{'+'.join(words)} alone"
+    return f"{name.partition('+')[0]} alone"
 
 
 def taken(run: Run, alone: dict[str, Any], together: dict[str, Any]) -> dict[tuple[str, str], list[float]]:

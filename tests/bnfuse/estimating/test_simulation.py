@@ -1,5 +1,6 @@
 """Simulated data-parallel steps: limits that are known, schedules followed by hand, fits that find what was put in."""
 
+import dataclasses
 import itertools
 import math
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
@@ -14,9 +16,13 @@ from bnfuse.estimating.layerwise import forward_workload
 from bnfuse.estimating.parallel.collectives import ALGORITHMS, gather_s, half_s, sum_s
 from bnfuse.estimating.parallel.fit import Measured, fit
 from bnfuse.estimating.parallel.scaling import Network, Quantities, communication_s, gradient_bytes, scale
-from bnfuse.estimating.parallel.schedule import Exchange, Schedule, bucketed
+from bnfuse.estimating.parallel.schedule import Exchange, Schedule, bucketed, schedule_of
 from bnfuse.estimating.parallel.simulation import harmonic, scale_schedule, simulate
-from bnfuse.models import build_graph
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.models import build_forward, build_graph
+from bnfuse.parallel.ranks import Ranks
+from bnfuse.runtime import SGD
+from bnfuse.runtime.backends.resolve import resolve
 
 GIGABYTE = Network(1e9)
 FREE = Network(1e300)
@@ -161,6 +167,31 @@ def test_a_workload_is_scaled_by_its_samples_and_a_function_by_its_shares(worklo
     assert [p.compute_s for p in anew.points] == pytest.approx([estimate(make(n), MACHINE).time_s for n in (64, 16)])
     assert linear.balance == pytest.approx(1 + whole / 4 / (gradient_bytes(workload) / 1e9) * 2, rel=1e-6)
     assert max(map(len, str(linear).splitlines())) <= 110 and "1 messages by ring" in str(linear)
+
+
+def test_the_schedule_of_a_compiled_step_is_that_of_its_program():
+    """Without kernels: of the lowered program of two ranks, each launch a millisecond."""
+    from bnfuse.runtime.compile import lower_graph
+
+    graph = open_graph(build_training_graph(build_forward("resnet20", batch=2, image=8)))
+    low, _ = lower_graph(graph, resolve("cpu", 1, None), SGD(lr=0.1), evaluates=False, ranks=Ranks(2, bucket=300_000))
+    program = low.program
+    own = [launch for launch in program.launches if not launch.exchanges]
+    found = schedule_of(program, [1e-3] * len(own), "resnet20")
+    assert (
+        found.gradient_bytes >= sum(program.storages[t.storage].bytes for t in program.gradients.values()) == 1_089_896
+    )
+    assert [each.kind for each in found.exchanges] == ["sum", *["gradients"] * 3]
+    buckets = found.exchanges[1:]
+    assert all(each.needed >= found.update for each in buckets)
+    assert buckets[0].ready < found.update - 20 and buckets[-1].ready > buckets[-2].ready
+    assert schedule_of(program, [1e-3] * len(program.launches), "with exchanges") == dataclasses.replace(
+        found, name="with exchanges"
+    )
+    step = simulate(found, 2, Network(1e9))
+    assert step.exposed_s < step.communication_s == pytest.approx(found.bytes / 1e9)
+    with pytest.raises(BnfuseError, match="profile this step"):
+        schedule_of(program, [1e-3], "short")
 
 
 def test_a_fit_finds_what_was_put_in():
