@@ -203,7 +203,8 @@ def base_of(name: str) -> str:
     """The name of the step without exchanges that one of several ranks is compared with."""
     if name.startswith("ddp"):
         return parallel_torch.alone_of(name)
-    return f"{name.partition('+')[0]} alone"
+    words = [word for word in name.split("+") if not word.endswith("MB")]
+    return f"{'+'.join(words)} alone"
 
 
 def taken(run: Run, alone: dict[str, Any], together: dict[str, Any]) -> dict[tuple[str, str], list[float]]:

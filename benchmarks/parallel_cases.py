@@ -67,13 +67,13 @@ def case_of(text: str) -> Case:
 
 def ways(levels: list[str], buckets: list[float], ranks: int, *, sync: bool) -> list[Way]:
     """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB, and SyncBN
-    beside it, which alone is what it is without."""
+    beside it."""
     found = []
     for level in levels:
         found.append(Way(level))
         if ranks > 1:
             found += [Way(level, bucket=round(size * 2**20), ranks=ranks) for size in buckets or [BUCKET / 2**20]]
-            found += [Way(level, sync=True, ranks=ranks)] if sync else []
+            found += [Way(level, sync=True), Way(level, sync=True, ranks=ranks)] if sync else []
     return found
 
 
@@ -96,8 +96,7 @@ def rewritten(model: Any, case: Case, way: Way) -> Any:
     from bnfuse.graph.training_graph import open_graph
 
     options: dict[str, Any] = {"sync": True} if way.sync else {}
-    graph = open_graph(ir.from_proto(model), name=case.name)
-    return passes.rewrite(graph.model, level=way.level, signature=graph.signature, **options).model
+    return passes.rewrite(open_graph(ir.from_proto(model), name=case.name), level=way.level, **options).model
 
 
 def file_of(case: Case, way: Way, precision: str) -> str:

@@ -238,6 +238,7 @@ def compile(
     freeze: Sequence[str] = (),
     world: World | None = None,
     bucket: int | None = None,
+    wire: str = "fp32",
     **signature: Any,
 ) -> Step:
     """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
@@ -252,7 +253,8 @@ def compile(
     optimiser's state. By default it is the graph's; `add_batch` compiles for more. `freeze` has globs of parameters
     that are not trained.
     `world` is what `bnfuse.parallel.open_world()` gave to each of several processes: the graph's batch is one's, and
-    gradients are means over all of them, exchanged when `bucket` bytes are finished (4 MiB by default).
+    gradients are means over all of them, exchanged when `bucket` bytes are finished (4 MiB by default);
+    between GPUs with `wire="bf16"` in half of their bits.
     docs/parallel.md
     """
     from bnfuse.parallel.ranks import BUCKET
@@ -274,6 +276,7 @@ def compile(
         batches=batches,
         world=world,
         bucket=BUCKET if bucket is None else bucket,
+        wire=wire,
     )
 
 

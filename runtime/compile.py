@@ -17,7 +17,7 @@ from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
-from bnfuse.parallel.ranks import BUCKET, ONE, Ranks
+from bnfuse.parallel.ranks import BUCKET, ONE, WIRES, Ranks
 from bnfuse.parallel.waiting import patience
 from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.execution import Compiled
@@ -52,6 +52,7 @@ def compile_step(
     evaluates: bool = True,
     world: World | None = None,
     bucket: int = BUCKET,
+    wire: str = WIRES[0],
 ) -> Step:
     """Compile the step of a training graph, rewritten or not.
 
@@ -62,13 +63,14 @@ def compile_step(
     `batches` are the batch sizes, the graph's own one by default. Raises BnfuseError where the graph has no other.
     With `evaluates=False` the program of evaluation is left out, and `step.evaluate` is refused.
     `world` are the ranks that run the step together, each on a batch of its own; it begins with the state of rank 0.
-    Their gradients go on their way while others are computed, when `bucket` bytes of them are there.
+    Their gradients go on their way while others are computed, when `bucket` bytes of them are there;
+    between GPUs with `wire="bf16"` in half of their bits (lowering/wire.py).
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
     machine = resolve(target, threads, precision)
-    ranks = ONE if world is None else Ranks(world.size, bucket)
+    ranks = ONE if world is None else Ranks(world.size, bucket, wire)
 
     def pairs_of(first: bool) -> list[Pair]:
         told = progress if first else None

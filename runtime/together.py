@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
-from bnfuse.parallel.ranks import BUCKET, Ranks
+from bnfuse.parallel.ranks import BUCKET, WIRES, Ranks
 from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.program import optim
@@ -71,7 +71,7 @@ class Together(Exclusive):
     @property
     def ranks(self: Insides) -> Ranks:
         """What the step is compiled for."""
-        return Ranks(1 if self.world is None else self.world.size, self._shared.bucket)
+        return Ranks(1 if self.world is None else self.world.size, self._shared.bucket, wire_of(self.program))
 
     @alone
     def share_state(self: Insides) -> None:
@@ -106,6 +106,12 @@ class Together(Exclusive):
         said = [json.loads(text) for text in world.gather(json.dumps(own).encode())]
         if found := astray(said):
             raise BnfuseError(found)
+
+
+def wire_of(program: p.Program) -> str:
+    """Say what gradients are on their way between ranks."""
+    sent = (b.storage for launch in program.launches if launch.kernel == p.SUM for b in launch.buffers)
+    return WIRES[1] if any(program.storages[storage].dtype == "bfloat16" for storage in sent) else WIRES[0]
 
 
 def agree_on_batch(step: Insides, batch: int) -> None:

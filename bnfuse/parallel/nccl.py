@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 
 from bnfuse.core import nvidia
 from bnfuse.core.errors import BnfuseError, LostRankError, first_line, one_line
+from bnfuse.parallel.waiting import lost
 from bnfuse.parallel.world import Exchanged, Request, World
 
 REMEDY = "install bnfuse[nccl]"
@@ -119,9 +121,15 @@ def checked(name: str, found: Sequence[Any]) -> Any:
     return rest[0] if rest else None
 
 
-def open_nccl(bootstrap: World) -> NcclWorld:
+def open_nccl(bootstrap: World, *, deterministic: bool = False) -> NcclWorld:
     """Join the GPUs of all ranks of a world. Raises BnfuseError, the same on all ranks, where one of them has none, or
-    two have the same one."""
+    two have the same one.
+
+    With `deterministic` sums of all sizes go along rings, unless NCCL_ALGO says something else: NCCL would choose by
+    the size. On the same machines either way gives the same bits in each run.
+    """
+    if deterministic:
+        os.environ.setdefault("NCCL_ALGO", "Ring")  # read when a communicator is made
     try:
         nccl, gpu = bindings(), local_gpu(bootstrap.local_rank)
         said = f"{nccl.get_version()}:".encode() + gpu.identity
@@ -197,7 +205,7 @@ class NcclWorld:
 
     @property
     def limit(self) -> float:
-        """Seconds that a rank waits for others before it ends the run."""
+        """Seconds that this rank waits for others, on the host and on the GPU."""
         return self._bootstrap.limit
 
     @limit.setter
@@ -279,21 +287,19 @@ class NcclWorld:
                 continue
             self._look()
             if waited > self.limit:
-                self._give_up(
-                    f"rank {self.rank} has waited {self.limit:g} s for the other GPUs: a rank is gone, stopped, or far "
-                    "behind"
-                )
+                self._give_up(f"has waited {self.limit:g} s for the other GPUs")
             time.sleep(PAUSE)
 
     def _look(self) -> None:
         """See whether NCCL has met an error since."""
         found = int(self._nccl.comm_get_async_error(self._communicator))
         if found not in (int(self._nccl.Result.Success), int(self._nccl.Result.InProgress)):
-            self._give_up(f"rank {self.rank} has lost another one: NCCL says {self._nccl.get_error_string(found)}")
+            self._give_up(f"has lost another one (NCCL: {self._nccl.get_error_string(found)})")
 
-    def _give_up(self, why: str) -> NoReturn:
-        self._abort(why)
-        raise LostRankError(why)
+    def _give_up(self, what: str) -> NoReturn:
+        error = lost(self, what)
+        self._abort(str(error))
+        raise error
 
     def _abort(self, why: str) -> None:
         """Let kernels of exchanges that cannot end, end. The abort itself may hang where a rank hangs, and is not

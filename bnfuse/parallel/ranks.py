@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_whole
 
 BUCKET = 4 << 20  # bytes of gradients in one exchange
+WIRES = ("fp32", "bf16")  # what gradients are on their way
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, and how many bytes of gradients, at least, go on their way together.
+    """How many ranks there are, how many bytes of gradients, at least, go on their way together, and as what.
 
-    A step of one rank exchanges nothing. Raises BnfuseError for numbers that are none.
+    A step of one rank exchanges nothing. Raises BnfuseError for numbers that are none, and for an unknown `wire`.
     """
 
     size: int = 1
     bucket: int = BUCKET
+    wire: str = WIRES[0]
 
     def __post_init__(self) -> None:
         check_whole("ranks", self.size, 1)
         check_whole("bucket", self.bucket, 1)
+        if self.wire not in WIRES:
+            raise BnfuseError(f"wire '{self.wire}' is unknown: gradients go as one of {', '.join(WIRES)}")
 
 
 ONE = Ranks()

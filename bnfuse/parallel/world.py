@@ -86,7 +86,8 @@ def open_world(
 
     `kind` is mpi, gloo or nccl; by default nccl for a `target` on a GPU, else mpi under mpirun and gloo under torchrun.
     `limit` has the seconds that a rank waits for others. With `deterministic` sums are taken in the order of ranks: the
-    same bits whatever the library, and wherever the ranks are. Opened again, it is the same world. Raises BnfuseError
+    same bits whatever the library, and wherever the ranks are; between GPUs along one of NCCL's rings, so with the same
+    bits on the same machines. Opened again, it is the same world. Raises BnfuseError
     where the ranks do not find each other, and for a kind that cannot serve here.
     """
     found = launched()
@@ -119,7 +120,9 @@ def opened(kind: str, found: Launched, target: str, limit: float, deterministic:
     if kind == "nccl":
         from bnfuse.parallel.nccl import open_nccl
 
-        return open_nccl(opened(kind_for(found, "cpu"), found, "cpu", limit, deterministic))
+        return open_nccl(
+            opened(kind_for(found, "cpu"), found, "cpu", limit, deterministic), deterministic=deterministic
+        )
     if kind == "mpi":
         from bnfuse.parallel.mpi import MpiWorld
 

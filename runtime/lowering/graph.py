@@ -43,6 +43,7 @@ from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.tails import join_tails
 from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, FOLDED_RESULT, Form, check_elements
 from bnfuse.runtime.lowering.weights import pack_parameters
+from bnfuse.runtime.lowering.wire import halve_gradients, require_wire
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import plan
 from bnfuse.runtime.program import program as p
@@ -83,6 +84,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     graph, signature = low.graph, low.signature
     nodes = ordered(graph, signature)
     require_loss(low)
+    require_wire(low)
     enter(low, by_gradient(nodes, graph, signature) if low.ranks.size > 1 else signature.trainable)
     nodes = joined(low, nodes)
     low.order = {node: index for index, node in enumerate(nodes)}
@@ -109,6 +111,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     gradients_early(low)
     mean_results(low)
     exchange_gradients(low)
+    halve_gradients(low)
     return assemble(low, drawn(low, sampling))
 
 

@@ -41,6 +41,7 @@ INPUTS = "inputs"
 OUTPUTS = "outputs"
 CONSTANTS = "constants"
 OPTIMIZER = "optimizer"
+WIRE = "wire"  # gradients in half of their bits, on their way between ranks
 ACCUMULATED = "accumulated"  # gradients of several steps, as `gradients` has them
 AVERAGE = "average"  # of the parameters over the updates, element for element as `parameters` has them
 AVERAGE_RUNNING = "average_running"  # and of the running statistics
@@ -282,7 +283,7 @@ def check_exchange(program: Program, launch: Launch) -> None:
     if program.ranks == 1 or not held or kinds != wanted or len(held) != len(launch.arguments):
         raise ValueError(f"node '{launch.node}' exchanges no such buffers")
     if launch.kernel == SUM:
-        fits = all(s.dtype == "float32" for s in held)
+        fits = all(s.dtype in ("float32", "bfloat16") for s in held)
     else:
         pairs = zip(held[::2], held[1::2], strict=True)
         fits = all(all_.dtype == own.dtype and all_.elements == program.ranks * own.elements for own, all_ in pairs)

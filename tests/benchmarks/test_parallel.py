@@ -24,7 +24,7 @@ def scripts():
 
 def test_every_way_of_several_ranks_has_one_of_one_rank_beside_it(scripts):
     found = scripts.parallel_cases.ways(["icf"], [4, 16], 2, sync=True)
-    assert [way.name for way in found] == ["icf alone", "icf", "icf+16MB", "icf+sync"]
+    assert [way.name for way in found] == ["icf alone", "icf", "icf+16MB", "icf+sync alone", "icf+sync"]
     assert len({way.file for way in found}) == len(found)
     alone = {way.name for way in found if way.ranks == 1}
     assert {scripts.parallel.base_of(way.name) for way in found if way.ranks > 1} == alone

@@ -8,8 +8,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from bnfuse.core.errors import BnfuseError
 from bnfuse.parallel.nccl import GpuWorld, Piece
 from bnfuse.runtime.backends.cuda.dependencies import Access, accesses_of
@@ -142,7 +140,7 @@ class Calls:
         ]
         enqueue: Callable[[Stream], None]
         if launch.kernel == p.SUM:
-            pieces = [self._piece(storage) for storage in joined(held)]
+            pieces = [self._piece(storage) for storage in held]
             enqueue = functools.partial(world.enqueue_sums, pieces)
         else:
             pairs = [(self._piece(own), self._piece(all_)) for own, all_ in zip(held[::2], held[1::2], strict=True)]
@@ -183,23 +181,6 @@ class Calls:
                 if start <= storage.offset and storage.offset + storage.bytes <= stop:
                     found = address + storage.offset - start
             arguments.set(index, found)
-
-
-def joined(storages: Iterable[p.Storage]) -> list[p.Storage]:
-    """Join gradients that lie side by side, with what only aligns them in between: fewer and longer pieces.
-
-    What aligns gradients is zeros on all ranks, and stays so. In other regions it may be anybody's.
-    """
-    found: list[p.Storage] = []
-    for storage in sorted(storages, key=lambda s: (s.region, s.offset)):
-        if found and storage.region == p.GRADIENTS == found[-1].region:
-            last = found[-1]
-            if storage.dtype == last.dtype and last.offset + p.aligned(last.bytes) == storage.offset:
-                size = storage.offset - last.offset + storage.bytes
-                found[-1] = dataclasses.replace(last, elements=size // np.dtype(last.dtype).itemsize)
-                continue
-        found.append(storage)
-    return found
 
 
 def running_copies(program: p.Program, memory: DeviceMemory) -> list[Task]:

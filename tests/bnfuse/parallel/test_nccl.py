@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from fake_cuda import FakeCuda, floats
-from fake_nccl import FakeNccl, Meeting, Result, ThreadWorld
+from fake_nccl import FakeNccl, Result
+from thread_ranks import Meeting, ThreadWorld, together
 
 from bnfuse.core import nvidia
 from bnfuse.core.errors import BnfuseError, LostRankError
@@ -23,35 +25,36 @@ class Machine:
     """GPUs of one machine and ranks on it: what the bindings are in the thread of each rank."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, gpus: int = 2) -> None:
-        self.meeting = Meeting(ranks)
+        meeting = Meeting(ranks)
+        self.worlds = [ThreadWorld(meeting, rank) for rank in range(ranks)]
         self.fakes = [FakeCuda(gpus=gpus) for _ in range(ranks)]
-        self.nccls = [FakeNccl(self.meeting, rank, fake) for rank, fake in enumerate(self.fakes)]
+        self.nccls = [FakeNccl(world, fake) for world, fake in zip(self.worlds, self.fakes, strict=True)]
         self._mine = threading.local()
-        monkeypatch.setattr(nvidia, "bindings", lambda: self.fakes[self._rank])
-        monkeypatch.setattr(nccl, "bindings", lambda: self.nccls[self._rank])
+        monkeypatch.setattr(nvidia, "bindings", lambda: self.fakes[self._mine.rank])
+        monkeypatch.setattr(nccl, "bindings", lambda: self.nccls[self._mine.rank])
         monkeypatch.setattr(nccl, "within", lambda limit, call, what: call())  # in the rank's own thread
 
-    @property
-    def _rank(self) -> int:
-        return int(self._mine.rank)
+    def run(self, work: Callable[[ThreadWorld], Any]) -> list[Any]:
+        """On each rank."""
+
+        def one(world: ThreadWorld) -> Any:
+            self._mine.rank = world.rank
+            return work(self.worlds[world.rank])
+
+        return together(len(self.worlds), one)
 
     def open(self) -> list[NcclWorld]:
-        def one(rank: int) -> NcclWorld:
-            self._mine.rank = rank
-            return open_nccl(ThreadWorld(self.meeting, rank))
-
-        return self.meeting.run(one)
+        return self.run(open_nccl)
 
     def refusals(self) -> list[str]:
         """What each rank says."""
 
-        def one(rank: int) -> str:
-            self._mine.rank = rank
+        def one(world: ThreadWorld) -> str:
             with pytest.raises(BnfuseError) as caught:
-                open_nccl(ThreadWorld(self.meeting, rank))
+                open_nccl(world)
             return str(caught.value)
 
-        return self.meeting.run(one)
+        return self.run(one)
 
 
 def test_each_rank_gets_the_gpu_of_its_place_on_the_machine(monkeypatch):
@@ -114,7 +117,8 @@ def test_messages_of_several_pieces_are_one_and_types_are_those_of_the_pieces(mo
     machine = Machine(monkeypatch)
     worlds = machine.open()
 
-    def work(rank: int) -> list[np.ndarray]:
+    def work(given: ThreadWorld) -> list[np.ndarray]:
+        rank = given.rank
         fake, world = machine.fakes[rank], worlds[rank]
         _, address = fake.cuMemAlloc(1024)
         floats(address, 4)[...] = [1, 2, 3, 4 + rank]
@@ -127,7 +131,7 @@ def test_messages_of_several_pieces_are_one_and_types_are_those_of_the_pieces(mo
             world.enqueue_gathers([(own, Piece(address + 192, 3))], 0)
         return [floats(address, 4), floats(address + 64, 3, "bfloat16"), floats(address + 192, 4)]
 
-    for sums, halves, everyones in machine.meeting.run(work):
+    for sums, halves, everyones in machine.run(work):
         np.testing.assert_array_equal(sums, [2, 4, 6, 9])
         np.testing.assert_array_equal(halves.astype(float), [1, 200, 3])
         np.testing.assert_array_equal(everyones, [0, 10, 1, 11])
@@ -135,9 +139,9 @@ def test_messages_of_several_pieces_are_one_and_types_are_those_of_the_pieces(mo
 
 
 def made(monkeypatch: pytest.MonkeyPatch, limit: float = 0.05) -> tuple[NcclWorld, FakeNccl]:
-    meeting = Meeting(1)
-    fake = FakeNccl(meeting, 0, FakeCuda())
-    world = ThreadWorld(meeting, 0, limit)
+    world = ThreadWorld(Meeting(1), 0)
+    world.limit = limit
+    fake = FakeNccl(world, FakeCuda())
     return NcclWorld(world, fake, "communicator", 0), fake
 
 
@@ -146,7 +150,7 @@ def test_waiting_ends_when_the_gpu_is_done_and_at_the_limit(monkeypatch):
     answers = iter([False] * 3 + [True])
     world.watch(lambda: next(answers))
     start = time.monotonic()
-    with pytest.raises(LostRankError, match=r"rank 0 has waited 0.05 s for the other GPUs: a rank is gone, stopped"):
+    with pytest.raises(LostRankError, match=r"rank 0 of 1 has waited 0.05 s for the other GPUs: a rank has ended"):
         world.watch(lambda: False)
     assert time.monotonic() - start < 2
     assert fake.aborted
@@ -162,7 +166,7 @@ def test_an_error_that_nccl_meets_ends_the_waiting_before_the_limit(monkeypatch)
     answers = iter([False] * 200 + [True])
     world.watch(lambda: next(answers))
     fake.async_error = Result.RemoteError
-    with pytest.raises(LostRankError, match="rank 0 has lost another one: NCCL says remote process exited"):
+    with pytest.raises(LostRankError, match=r"rank 0 of 1 has lost another one .NCCL: remote process exited"):
         world.watch(lambda: False)
     assert fake.aborted
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import thread_ranks
 from cuda.bindings.driver import CUresult
 from fake_cuda import FakeCuda, FakeKernel, floats, install
-from fake_nccl import FakeNccl, Meeting, ThreadWorld
+from fake_nccl import FakeNccl
+from thread_ranks import Meeting, ThreadWorld
 
 from bnfuse.core.errors import BnfuseError, LostRankError
 from bnfuse.parallel.nccl import NcclWorld
 from bnfuse.runtime.backends.cuda import driver as own
-from bnfuse.runtime.backends.cuda.calls import joined
 from bnfuse.runtime.backends.cuda.driver import Driver
 from bnfuse.runtime.backends.cuda.runner import CudaRunner
 from bnfuse.runtime.backends.execution import Compiled
@@ -122,11 +123,12 @@ def expected() -> np.ndarray:
 class Rank:
     """A runner of the program in the memory of a stand-in."""
 
-    def __init__(self, ranks: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
         self.fake = FakeCuda(seed=rank)
         serve(self.fake, rank)
-        self.nccl = FakeNccl(ranks, rank, self.fake)
-        self.world = NcclWorld(ThreadWorld(ranks, rank), self.nccl, "communicator", rank)
+        world = ThreadWorld(meeting, rank)
+        self.nccl = FakeNccl(world, self.fake)
+        self.world = NcclWorld(world, self.nccl, "communicator", rank)
         made = program()
         self.runner = CudaRunner(Compiled(made, codes(made)), TARGET, world=self.world)
 
@@ -149,7 +151,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
 
 
 def together(ranks: list[Rank], work: Any) -> list[Any]:
-    return Meeting(len(ranks)).run(lambda rank: work(ranks[rank]))
+    return thread_ranks.together(len(ranks), lambda world: work(ranks[world.rank]))
 
 
 def test_two_ranks_get_the_sum_of_both_in_the_graph_and_outside_of_it(ranks):
@@ -157,7 +159,9 @@ def test_two_ranks_get_the_sum_of_both_in_the_graph_and_outside_of_it(ranks):
         for found in together(ranks, lambda rank, graph=graph: rank.step(graph=graph)):
             np.testing.assert_array_equal(found, index * expected())
     for rank in ranks:
-        assert rank.nccl.log == [[("sum", 32)], [("gather", 4)], [("sum", 8)]] * 2  # once captured, once by `profile`
+        assert (
+            rank.nccl.log == [[("sum", 16), ("sum", 10)], [("gather", 4)], [("sum", 8)]] * 2
+        )  # once captured, once by `profile`
         assert rank.fake.count("cuGraphLaunch") == 2 and rank.fake.count("cuStreamBeginCapture") == 1
         lines = [
             (line.kernel, line.work and (line.work.kind, line.work.bytes))
@@ -179,9 +183,9 @@ def test_an_exchange_waits_for_its_writers_and_for_the_one_before_it_and_only_re
     assert edges == {
         "late0": set(),
         "early1": set(),
-        "sum2": {"early1"},
+        "sum+sum2": {"early1"},
         "busy3": set(),
-        "gather4": {"sum2", "busy3"},
+        "gather4": {"sum+sum2", "busy3"},
         "more5": {"late0", "gather4"},  # it writes over what was gathered
         "sum6": {"more5"},
         "apply7": {"sum6"},
@@ -210,7 +214,7 @@ def test_waiting_for_the_gpu_has_a_limit(ranks):
     first = ranks[0]
     first.world.limit = 0.02
     first.fake.fail["cuStreamQuery"] = CUresult.CUDA_ERROR_NOT_READY
-    with pytest.raises(LostRankError, match=r"^rank 0 has waited 0.02 s for the other GPUs"):
+    with pytest.raises(LostRankError, match=r"^rank 0 of 2 has waited 0.02 s for the other GPUs: a rank has ended"):
         first.runner.memory.load(STORAGES[5])
     assert first.nccl.aborted
     first.fake.fail.clear()
@@ -238,15 +242,3 @@ def test_a_step_of_several_ranks_needs_their_world_and_one_of_gpus(monkeypatch):
         alone.run([p.Part("backward")], {})
     with pytest.raises(BnfuseError, match=r"this world is threads: open it with open_world\(target='cuda'\)"):
         CudaRunner(Compiled(made, codes(made)), TARGET, world=ThreadWorld(Meeting(2), 0))
-
-
-def test_gradients_side_by_side_are_one_piece_and_nothing_else_is():
-    def storage(region: str, offset: int, elements: int, dtype: str = "float32") -> p.Storage:
-        return p.Storage(region, offset, elements, dtype)
-
-    gradients = [storage(p.GRADIENTS, 192, 3), storage(p.GRADIENTS, 0, 10), storage(p.GRADIENTS, 64, 16)]
-    assert joined(gradients) == [storage(p.GRADIENTS, 0, 32), storage(p.GRADIENTS, 192, 3)]
-    others = [storage(p.ARENA, 0, 10), storage(p.ARENA, 64, 16)]
-    assert joined(others) == others
-    mixed = [storage(p.GRADIENTS, 0, 16), storage(p.GRADIENTS, 64, 16, "bfloat16")]
-    assert joined(mixed) == mixed
