@@ -92,11 +92,7 @@ NHWC_TO_NCHW = Kind("layout", "nhwc_to_nchw")
 COPY_MAP = Kind("layout", "copy_map")
 COPY = Kind("layout", "copy")
 
-SGD = Kind("optim", "sgd")
-ADAMW = Kind("optim", "adamw")
-ADAM = Kind("optim", "adam")
-RMSPROP = Kind("optim", "rmsprop")
-LION = Kind("optim", "lion")
+UPDATE = Kind("optim", "update")  # of an UpdateProblem, which names the optimiser
 GRADIENT_NORM = Kind("optim", "gradient_norm")
 ACCUMULATE = Kind("optim", "accumulate")
 AVERAGE = Kind("optim", "average")

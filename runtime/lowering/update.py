@@ -14,12 +14,20 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.optim import BLOCK, PLAIN, Options
-from bnfuse.runtime.kernels.registry import Kind
+from bnfuse.runtime.kernels.common.optim import (
+    BLOCK,
+    Options,
+    UpdateProblem,
+    adam_problem,
+    lion_problem,
+    rmsprop_problem,
+    scalars_of,
+    sgd_problem,
+)
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.groups import check_globs, decay_of, rates_of
-from bnfuse.runtime.program.optim import SGD, Adam, AdamW, Lion, Optimizer, RMSprop
+from bnfuse.runtime.program.optim import SGD, Adam, Lion, Optimizer, RMSprop
 
 FLOAT = np.dtype(np.float32).itemsize
 
@@ -59,11 +67,8 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
     if low.target.precision == "fp16":
         low.finite = low.storage(1, "int32", p.OUTPUTS)
         refs["finite"] = low.finite
-    kind, arguments, scalars = formula_of(optimizer)
-    scalars += ["share"] if options.averaged else []
-    scalars += ["divisor"] if options.divided else []
-    extra = () if options == PLAIN else (options,)
-    low.launch(kind, (elements, *arguments, low.target, *extra), refs, map(p.Scalar, scalars))
+    problem = problem_of(optimizer, elements, options)
+    low.launch(registry.UPDATE, (problem, low.target), refs, [p.Scalar(name) for name, _ in scalars_of(problem)])
     if options.averaged:
         average_running(low, after=optimizer.accumulate > 1)
 
@@ -79,18 +84,17 @@ def options_of(low: Lowering, optimizer: Optimizer) -> Options:
     )
 
 
-def formula_of(optimizer: Optimizer) -> tuple[Kind, tuple[object, ...], list[str]]:
-    """Give the kind of the kernel, the constants that it is made with, and the scalars that it takes first."""
+def problem_of(optimizer: Optimizer, elements: int, options: Options) -> UpdateProblem:
+    """Describe the kernel that an optimiser needs for so many parameters."""
     if isinstance(optimizer, SGD):
-        return registry.SGD, (optimizer.momentum, optimizer.nesterov), ["lr"]
-    if isinstance(optimizer, Adam | AdamW):
-        kind = registry.ADAMW if isinstance(optimizer, AdamW) else registry.ADAM
-        return kind, (optimizer.betas, optimizer.epsilon), ["lr", "step"]
+        return sgd_problem(elements, optimizer.momentum, optimizer.nesterov, options)
+    if isinstance(optimizer, Adam):  # AdamW is one too
+        return adam_problem(type(optimizer).__name__, elements, optimizer.betas, optimizer.epsilon, options)
     if isinstance(optimizer, RMSprop):
         own = (optimizer.alpha, optimizer.epsilon, optimizer.momentum, optimizer.tensorflow)
-        return registry.RMSPROP, own, ["lr"]
+        return rmsprop_problem(elements, *own, options)
     assert isinstance(optimizer, Lion), optimizer
-    return registry.LION, (optimizer.betas,), ["lr"]
+    return lion_problem(elements, optimizer.betas, options)
 
 
 def accumulated(low: Lowering, gradients: int) -> int:

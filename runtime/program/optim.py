@@ -120,27 +120,6 @@ class SGD(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdamW(Recipe):
-    """Adam with decoupled weight decay:  w <- w*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + epsilon)."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 1e-2
-    no_decay: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self, "lr", "epsilon", "weight_decay")
-        check_betas(self, self.betas)
-
-    @property
-    def moments(self) -> Mapping[str, float]:
-        """Name the optimiser's buffers, each as long as the parameters, and say what they begin with."""
-        return {"first_moment": 0.0, "second_moment": 0.0}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Adam(Recipe):
     """Adam whose weight decay is a part of the gradient:  g <- g + weight_decay*w;  w <- w - lr*m_hat/(sqrt(v_hat) +
     epsilon)."""
@@ -160,6 +139,13 @@ class Adam(Recipe):
     def moments(self) -> Mapping[str, float]:
         """Name the optimiser's buffers, each as long as the parameters, and say what they begin with."""
         return {"first_moment": 0.0, "second_moment": 0.0}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdamW(Adam):
+    """Adam with decoupled weight decay:  w <- w*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + epsilon)."""
+
+    weight_decay: float = 1e-2
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -8,8 +8,16 @@ import pytest
 
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.common.optim import PLAIN, Options, scalars_of
-from bnfuse.runtime.kernels.cpu.optim import accumulate, adam, adamw, average, gradient_norm, lion, rmsprop, sgd
+from bnfuse.runtime.kernels.common.optim import (
+    PLAIN,
+    Options,
+    adam_problem,
+    lion_problem,
+    rmsprop_problem,
+    scalars_of,
+    sgd_problem,
+)
+from bnfuse.runtime.kernels.cpu.optim import accumulate, average, gradient_norm, update
 
 TARGET = resolve("cpu", 2)
 COUNT = 16 * 9 + 5  # whole blocks and a rest
@@ -17,17 +25,17 @@ STEPS = 4
 EVERYTHING = Options(rates=True, divided=True, clipped=True, averaged=True)
 BOUNDED = Options(bound=0.4)
 
-KERNELS = {
-    "sgd": lambda options: sgd(COUNT, 0.0, False, TARGET, options),
-    "momentum": lambda options: sgd(COUNT, 0.9, False, TARGET, options),
-    "nesterov": lambda options: sgd(COUNT, 0.9, True, TARGET, options),
-    "adamw": lambda options: adamw(COUNT, (0.9, 0.999), 1e-8, TARGET, options),
-    "adam": lambda options: adam(COUNT, (0.9, 0.999), 1e-8, TARGET, options),
-    "rmsprop": lambda options: rmsprop(COUNT, 0.99, 1e-8, 0.0, False, TARGET, options),
-    "rmsprop+momentum": lambda options: rmsprop(COUNT, 0.9, 1e-3, 0.9, False, TARGET, options),
-    "rmsproptf": lambda options: rmsprop(COUNT, 0.9, 1e-3, 0.0, True, TARGET, options),
-    "rmsproptf+momentum": lambda options: rmsprop(COUNT, 0.9, 1e-3, 0.9, True, TARGET, options),
-    "lion": lambda options: lion(COUNT, (0.9, 0.99), TARGET, options),
+PROBLEMS = {
+    "sgd": lambda options: sgd_problem(COUNT, 0.0, False, options),
+    "momentum": lambda options: sgd_problem(COUNT, 0.9, False, options),
+    "nesterov": lambda options: sgd_problem(COUNT, 0.9, True, options),
+    "adamw": lambda options: adam_problem("AdamW", COUNT, (0.9, 0.999), 1e-8, options),
+    "adam": lambda options: adam_problem("Adam", COUNT, (0.9, 0.999), 1e-8, options),
+    "rmsprop": lambda options: rmsprop_problem(COUNT, 0.99, 1e-8, 0.0, False, options),
+    "rmsprop+momentum": lambda options: rmsprop_problem(COUNT, 0.9, 1e-3, 0.9, False, options),
+    "rmsproptf": lambda options: rmsprop_problem(COUNT, 0.9, 1e-3, 0.0, True, options),
+    "rmsproptf+momentum": lambda options: rmsprop_problem(COUNT, 0.9, 1e-3, 0.9, True, options),
+    "lion": lambda options: lion_problem(COUNT, (0.9, 0.99), options),
 }
 LR, DIVISOR, CLIP, SHARE = 0.01, 4.0, 0.7, 0.05
 
@@ -42,7 +50,7 @@ def data(seed=0):
 
 
 def run(kind, options=PLAIN):
-    kernel = KERNELS[kind](options)
+    kernel = update(PROBLEMS[kind](options), TARGET)
     w, gradients, decay, rates = data()
     function = execute.compile_kernel(kernel)
     first = 1.0 if "tf" in kind else 0.0
@@ -99,7 +107,7 @@ def one(kind, w, g, m, v, lr, decay, step):
     return w - lr * m, m, v
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", PROBLEMS)
 def test_is_the_formula(kind):
     np.testing.assert_allclose(run(kind)["parameters"], formula(kind)[0], rtol=1e-5, atol=1e-6)
 
@@ -115,7 +123,7 @@ def test_options_change_rate_and_gradient_and_keep_an_average(kind, options):
 
 @pytest.mark.parametrize("kind", ["momentum", "lion"])
 def test_a_gradient_that_is_no_number_is_told_by_what_it_updates(kind):
-    kernel = KERNELS[kind](BOUNDED)
+    kernel = update(PROBLEMS[kind](BOUNDED), TARGET)
     w, gradients, decay, _ = data()
     gradients[0][77] = np.nan
     operands = {"parameters": w, "momentum": np.zeros(COUNT, np.float32), "gradients": gradients[0], "decay": decay}

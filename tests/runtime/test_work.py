@@ -9,11 +9,12 @@ from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, compile_step, load_step
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.common.optim import sgd_problem
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.cpu.dense import gemm
 from bnfuse.runtime.kernels.cpu.layout import copy_map
-from bnfuse.runtime.kernels.cpu.optim import sgd
+from bnfuse.runtime.kernels.cpu.optim import update
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import program as p
@@ -63,8 +64,8 @@ def test_groups_strides_and_products_show_in_kind_and_shape():
 def test_copies_and_updates_move_bytes_and_compute_nothing():
     moved = work_of(copy_map(MapType(1, 2, 2, 3, 8), MapType(1, 2, 2, 3, 16), TARGET))
     assert (moved.kind, moved.flops, moved.bytes) == ("copy", 0, 2 * 4 * 12)
-    update = work_of(sgd(64, 0.9, False, TARGET))
-    assert (update.kind, update.flops, update.bytes) == ("update", 0, 4 * (2 * 64 + 64 + 4 + 2 * 64))
+    swept = work_of(update(sgd_problem(64, 0.9, False), TARGET))
+    assert (swept.kind, swept.flops, swept.bytes) == ("update", 0, 4 * (2 * 64 + 64 + 4 + 2 * 64))
 
 
 @pytest.fixture(scope="module")

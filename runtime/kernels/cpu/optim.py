@@ -19,22 +19,16 @@ from bnfuse.runtime.kernels.common.optim import (
     AVERAGE_SCALARS,
     BLOCK,
     NORM_SCALARS,
-    PLAIN,
     FlatProblem,
-    Options,
     UpdateProblem,
     accumulate_params,
-    adam_problem,
     average_params,
     factors_of,
     gradient_of,
-    lion_problem,
     norm_and_factor,
     norm_params,
     norm_problem,
-    rmsprop_problem,
     scalars_of,
-    sgd_problem,
     update_of,
     update_params,
 )
@@ -47,53 +41,9 @@ from bnfuse.runtime.targets.target import CpuTarget
 RUN = 256  # blocks whose squares are added up before they meet those of others
 
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget, options: Options = PLAIN) -> Kernel:
-    """Make SGD's kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
-
-    g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
-    """
-    return _kernel(sgd_problem(elements, momentum, nesterov, options), target)
-
-
-def adamw(
-    elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget, options: Options = PLAIN
-) -> Kernel:
-    """Make AdamW's kernel; lr: float32, step: int64.
-
-    parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
-
-    w <- w*(1 - lr*decay);  m <- m + (1 - beta1)*(g - m);  v <- beta2*v + (1 - beta2)*g*g;
-    w <- w - lr/(1 - beta1^step) * m/(sqrt(v)/sqrt(1 - beta2^step) + epsilon).
-    """
-    return _kernel(adam_problem("AdamW", elements, betas, epsilon, options), target)
-
-
-def adam(
-    elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget, options: Options = PLAIN
-) -> Kernel:
-    """Make Adam's kernel: AdamW's, but for a weight decay that is added to the gradient."""
-    return _kernel(adam_problem("Adam", elements, betas, epsilon, options), target)
-
-
-def rmsprop(
-    elements: int,
-    alpha: float,
-    epsilon: float,
-    momentum: float,
-    tensorflow: bool,
-    target: CpuTarget,
-    options: Options = PLAIN,
-) -> Kernel:
-    """Make RMSprop's kernel: parameters (in place), gradients, decay, second_moment, [momentum] (in place)."""
-    return _kernel(rmsprop_problem(elements, alpha, epsilon, momentum, tensorflow, options), target)
-
-
-def lion(elements: int, betas: tuple[float, float], target: CpuTarget, options: Options = PLAIN) -> Kernel:
-    """Make Lion's kernel: parameters (in place), gradients, decay, momentum (in place)."""
-    return _kernel(lion_problem(elements, betas, options), target)
-
-
-def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
+def update(problem: UpdateProblem, target: CpuTarget) -> Kernel:
+    """Make the kernel of an optimiser's formula: parameters, gradients, decay, what the options ask for, and the state,
+    as `update_params` lists them; then the scalars of `scalars_of`."""
     params = update_params(problem)
     name = unique_name(problem.op, problem, target)
 
@@ -107,14 +57,14 @@ def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
                 known["unscale"] = T.bind(f32(1.0) / known["divisor"])
             if problem.options.clipped:
                 known["clip"] = T.bind(args["clip"][0])
-            update = update_of(problem, args.buffers, known)
+            emit = update_of(problem, args.buffers, known)
 
             def block(index: Expr, width: int) -> None:
                 decay = T.bind(args["decay"][index])
                 rate = T.bind(args["rates"][index]) if problem.options.rates else None
                 with T.vectorized(0, width) as j:
                     i = index * BLOCK + j
-                    update(i, gradient_of(problem.options, args["gradients"][i], known), decay, rate)
+                    emit(i, gradient_of(problem.options, args["gradients"][i], known), decay, rate)
 
             _sweep(problem.elements, target, block)
         return args.result

@@ -26,24 +26,18 @@ from bnfuse.runtime.kernels.common.optim import (
     AVERAGE_SCALARS,
     BLOCK,
     NORM_SCALARS,
-    PLAIN,
     FlatProblem,
     Known,
-    Options,
     Update,
     UpdateProblem,
     accumulate_params,
-    adam_problem,
     average_params,
     factors_of,
     gradient_of,
-    lion_problem,
     norm_and_factor,
     norm_params,
     norm_problem,
-    rmsprop_problem,
     scalars_of,
-    sgd_problem,
     state_of,
     update_of,
     update_params,
@@ -75,50 +69,12 @@ EACH = 2 * WIDE  # elements of a thread in a turn; they share a weight decay
 BLOCKS = 8  # for each multiprocessor, at most: chosen by hand
 
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: CudaTarget, options: Options = PLAIN) -> Kernel:
-    """Make the kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)].
+def update(problem: UpdateProblem, target: CudaTarget) -> Kernel:
+    """Make the kernel of an optimiser's formula: parameters, gradients, decay, what the options ask for, and the state,
+    as `update_params` lists them; then the scalars of `scalars_of`.
 
-    Scalars: lr: float32; at fp16 also divisor: float32, and as results finite [1] int32 and scratch.
+    At fp16 gradients are divided whatever the options say, and there are finite [1] int32 and scratch as results.
     """
-    return _kernel(sgd_problem(elements, momentum, nesterov, options), target)
-
-
-def adamw(
-    elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget, options: Options = PLAIN
-) -> Kernel:
-    """Make the kernel: parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
-
-    Scalars: lr: float32, step: int64; at fp16 as `sgd`.
-    """
-    return _kernel(adam_problem("AdamW", elements, betas, epsilon, options), target)
-
-
-def adam(
-    elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget, options: Options = PLAIN
-) -> Kernel:
-    """Make Adam's kernel: AdamW's, but for a weight decay that is added to the gradient."""
-    return _kernel(adam_problem("Adam", elements, betas, epsilon, options), target)
-
-
-def rmsprop(
-    elements: int,
-    alpha: float,
-    epsilon: float,
-    momentum: float,
-    tensorflow: bool,
-    target: CudaTarget,
-    options: Options = PLAIN,
-) -> Kernel:
-    """Make RMSprop's kernel: parameters (in place), gradients, decay, second_moment, [momentum] (in place)."""
-    return _kernel(rmsprop_problem(elements, alpha, epsilon, momentum, tensorflow, options), target)
-
-
-def lion(elements: int, betas: tuple[float, float], target: CudaTarget, options: Options = PLAIN) -> Kernel:
-    """Make Lion's kernel: parameters (in place), gradients, decay, momentum (in place)."""
-    return _kernel(lion_problem(elements, betas, options), target)
-
-
-def _kernel(problem: UpdateProblem, target: CudaTarget) -> Kernel:
     guarded = target.precision == "fp16"
     if guarded:
         problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, divided=True))
@@ -129,8 +85,8 @@ def _kernel(problem: UpdateProblem, target: CudaTarget) -> Kernel:
     name = unique_name(problem.op, problem, target)
 
     def make() -> tuple[Stage, ...]:
-        update = _update(name, problem, params, scalars, blocks, guarded)
-        return (_find(f"{name}_find", problem, params, blocks), update) if guarded else (update,)
+        sweep = _update(name, problem, params, scalars, blocks, guarded)
+        return (_find(f"{name}_find", problem, params, blocks), sweep) if guarded else (sweep,)
 
     return Kernel(name, problem, target, params, make, scalars=scalars)
 
@@ -282,8 +238,8 @@ def _run(block: Block, problem: UpdateProblem, known: Known, first: Expr) -> Non
     for name, values in own.items():
         _load(block[name], first, values)
     decay, rate = _own(block, problem, first // BLOCK)
-    update = update_of(problem, own, known)
-    unrolled(EACH, lambda i: _element(problem, own, known, update, i, decay, rate))
+    emit = update_of(problem, own, known)
+    unrolled(EACH, lambda i: _element(problem, own, known, emit, i, decay, rate))
     for name in state:
         _store(block[name], first, own[name])
 
@@ -303,7 +259,7 @@ def _element(
     problem: UpdateProblem,
     own: Mapping[str, Buffer],
     known: Known,
-    update: Update,
+    emit: Update,
     i: Expr,
     decay: Expr,
     rate: Expr | None,
@@ -311,7 +267,7 @@ def _element(
     """Update one element in registers."""
     gradients = own["gradients"]
     put(gradients, i, gradient_of(problem.options, gradients[i], known))
-    update(i, gradients[i], decay, rate)
+    emit(i, gradients[i], decay, rate)
 
 
 # -- what goes before and beside it ----------------------------------------------------------------------------------

@@ -5,17 +5,8 @@ import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.optim import Options
-from bnfuse.runtime.kernels.cuda.optim import (
-    BLOCKS,
-    EACH,
-    THREADS,
-    accumulate,
-    adamw,
-    average,
-    gradient_norm,
-    sgd,
-)
+from bnfuse.runtime.kernels.common.optim import Options, adam_problem, lion_problem, rmsprop_problem, sgd_problem
+from bnfuse.runtime.kernels.cuda.optim import BLOCKS, EACH, THREADS, accumulate, average, gradient_norm, update
 
 BETAS, EPSILON, LR = (0.9, 0.999), 1e-8, 0.01
 SIZES = [1, 16 * 9 + 5, EACH * THREADS * BLOCKS + 77]  # a rest alone, a part of a block, two turns of all blocks
@@ -25,8 +16,8 @@ STEPS = 3
 def make(kind, elements, precision="fp32", arch="sm_90"):
     target = gpu(precision, arch, multiprocessors=1)
     if kind == "adamw":
-        return adamw(elements, BETAS, EPSILON, target)
-    return sgd(elements, 0.0 if kind == "sgd" else 0.9, kind == "nesterov", target)
+        return update(adam_problem("AdamW", elements, BETAS, EPSILON), target)
+    return update(sgd_problem(elements, 0.0 if kind == "sgd" else 0.9, kind == "nesterov"), target)
 
 
 def data(elements, seed=0):
@@ -113,10 +104,10 @@ def test_compiles_without_spills(arch, precision):
 
 EVERYTHING = Options(rates=True, divided=True, clipped=True, averaged=True)
 OTHERS = {
-    "adam": (registry.ADAM, (BETAS, EPSILON)),
-    "rmsprop": (registry.RMSPROP, (0.9, 1e-3, 0.9, False)),
-    "rmsproptf": (registry.RMSPROP, (0.9, 1e-3, 0.9, True)),
-    "lion": (registry.LION, (BETAS,)),
+    "adam": lambda elements: adam_problem("Adam", elements, BETAS, EPSILON, EVERYTHING),
+    "rmsprop": lambda elements: rmsprop_problem(elements, 0.9, 1e-3, 0.9, False, EVERYTHING),
+    "rmsproptf": lambda elements: rmsprop_problem(elements, 0.9, 1e-3, 0.9, True, EVERYTHING),
+    "lion": lambda elements: lion_problem(elements, BETAS, EVERYTHING),
 }
 
 
@@ -126,9 +117,9 @@ def test_others_and_options_are_those_of_a_cpu(kind):
     from bnfuse.runtime.backends.cpu import execute
     from bnfuse.runtime.backends.resolve import resolve
 
-    elements, (made, constants) = 16 * 9 + 5, OTHERS[kind]
+    elements = 16 * 9 + 5
     targets = (gpu(multiprocessors=1), resolve("cpu", 1))
-    kernels = [made.generator(t.backend)(elements, *constants, t, EVERYTHING) for t in targets]
+    kernels = [registry.UPDATE.generator(t.backend)(OTHERS[kind](elements), t) for t in targets]
     w, (g, *_), decay = data(elements)
     rng = np.random.default_rng(2)
     arrays = {name: np.abs(rng.normal(size=elements)).astype(np.float32) for name in state_of(kernels[0])}
@@ -171,7 +162,7 @@ def test_gradients_are_added_up_and_averages_move_by_their_share():
 def test_what_is_besides_compiles_without_spills():
     target = gpu("fp32", "sm_90", multiprocessors=1)
     for kernel in (
-        adamw(100_003, BETAS, EPSILON, target, EVERYTHING),
+        update(adam_problem("AdamW", 100_003, BETAS, EPSILON, EVERYTHING), target),
         gradient_norm(100_003, 1.0, True, target),
         accumulate(100_003, target),
         average(100_003, target),
