@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_whole
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
-from bnfuse.runtime.backends.execution import Runner, Scalars
+from bnfuse.runtime.backends.execution import Block, Runner, Scalars
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.pieces import Piece, cut
 
@@ -121,7 +121,7 @@ class Hosted(Exclusive):
     def gradient_views(self: Insides) -> GradientViews:
         """Give the gradients where the step has them, of the batch size of the last call.
 
-        The next backward writes over them; nothing reads them but `update`.
+        The next backward writes over them, unless `gradients_to` says where else to; nothing reads them but `update`.
         """
         program = self._train.program
         held = {name: program.storages[tensor.storage] for name, tensor in program.gradients.items()}
@@ -131,6 +131,28 @@ class Hosted(Exclusive):
             {name: slice(s.offset // ITEM, s.offset // ITEM + s.elements) for name, s in held.items()},
             {name: tensor.shape for name, tensor in program.gradients.items()},
         )
+
+    @alone
+    def another_gradients(self: Insides) -> Block:
+        """Make further memory for all gradients, of the batch size of the last call, on a CPU: `gradients_to` it.
+
+        So gradients can be handed out as they lie, and the next backward writes elsewhere. It is freed with the last
+        that holds it or a view of it. A step on a GPU refuses: its graph has the addresses in it.
+        """
+        return self._train.on_host("further memory for gradients").another(p.GRADIENTS)
+
+    @alone
+    def gradients_to(self: Insides, place: Block) -> None:
+        """Let backward, of the batch size of the last call, write its gradients to `another_gradients()` of it.
+
+        `gradient_views` are then of that place, and `update` reads there. Raises BnfuseError in the middle of a
+        backward, and for a place of another batch size.
+        """
+        if self._under.next:
+            raise BnfuseError("gradients cannot be put elsewhere between two pieces of a backward")
+        if place.owner is not self._train:
+            raise BnfuseError("that memory for gradients is of another batch size: ask for it after forward")
+        self._train.on_host("further memory for gradients").use(place)
 
     # -- running -----------------------------------------------------------------------------------------------
 

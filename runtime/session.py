@@ -147,10 +147,27 @@ class Step(Hosted, Together, Updating):
         """The batch sizes that the step is compiled for; the first is that of `program`."""
         return tuple(self._sizes.by_batch)
 
+    @property
+    def batch(self) -> int:
+        """The batch size of the last call; the first one before any."""
+        return self._batch
+
     @alone
     def add(self, training: Compiled, evaluation: Compiled) -> None:
         """Take the programs of another batch size (compile.py makes them): they share the state."""
         self._sizes.add((training, evaluation))
+
+    @alone
+    def add_from(self, other: Step) -> None:
+        """Take the programs of the batch sizes that a `twin` of this step has, and this one has not."""
+        for batch, size in other._sizes.by_batch.items():
+            if batch not in self._sizes.by_batch:
+                self._sizes.add(size.compiled)
+
+    def twin(self) -> Step:
+        """Make a step of the same programs, with memory of its own, in the state that the graph begins with."""
+        first, *others = self._sizes.compiled
+        return Step(*first, *others, target=self.target, optimizer=self.optimizer, model=self.model)
 
     @property
     def report(self) -> p.Report:

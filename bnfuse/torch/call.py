@@ -20,10 +20,9 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, call: Call, kept: tuple[str, ...], *tensors: torch.Tensor) -> Any:
         """Run the forward phase."""
-        ctx.program, ctx.call, ctx.count = program, call, len(call.inputs)
+        results = program.run(call)
+        ctx.program, ctx.call, ctx.count = call.program, call, len(call.inputs)
         ctx.set_materialize_grads(False)
-        with program.lock:
-            results = program.forward(call)
         ctx.save_for_backward(*call.inputs, *(call.state[name] for name in kept))
         ctx.kept = kept
         call.inputs, call.state = (), {}

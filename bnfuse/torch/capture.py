@@ -69,6 +69,12 @@ class Captured:
     traits: str  # what it computes, without the sizes of shapes
     baked: tuple[str, ...] = ()  # parameters and buffers whose values are constants of the graph
 
+    @functools.cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Name what backward depends on: all of the state but what a forward moves."""
+        moved = {*self.running}
+        return tuple(name for name in self.state if name not in moved)
+
 
 def capture(
     module: nn.Module,

@@ -117,10 +117,10 @@ class Link(torch.autograd.Function):
 
 def run(program: Program, call: Call, kept: tuple[str, ...], count: int) -> Any:
     """Run forward, with a backward in at most `count` pieces."""
-    with program.lock, torch.no_grad():
-        results = program.forward(call)
-        pieces = program.step.pieces(count)
-    chain = Chain(program, call, kept, pieces)
+    with torch.no_grad():
+        results = program.run(call, count)
+    assert call.program is not None
+    pieces, chain = call.pieces, Chain(call.program, call, kept, call.pieces)
 
     def own(index: int) -> list[torch.Tensor]:
         return [call.state[name] if isinstance(name, str) else call.inputs[name] for name in chain.names(index)]

@@ -119,7 +119,8 @@ class Engine:
         self.refuse(tensors)
         key = self.key(tensors, packed)
         program, state = self.entry(key, (args, kwargs)).program, self.watch.tensors()
-        program.place_for(state).enter(state, adopts=True)
+        place = program.place_for(state)
+        place.enter(state, place.elsewhere(state), adopts=True)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -151,19 +152,17 @@ class Engine:
     ) -> Any:
         """Run a program, as one node of autograd where gradients are wanted."""
         captured, state = program.captured, self.watch.tensors()
-        program = program.place_for(state)
         seed = int(torch.randint(2**31 - 1, ()).item()) if program.draws else 0
         call = Call(0, seed, state, tuple(tensors))
         if key.gradients:
-            kept = tuple(name for name in captured.state if name not in captured.running)
             trained = [state[name] for name in captured.trainable]
             if (count := self.options.pieces or pieces_by_default()) > 1:
-                results = chain.run(program, call, kept, count)
+                results = chain.run(program, call, captured.kept, count)
             else:
-                results = Fused.apply(program, call, kept, *tensors, *trained)
+                results = Fused.apply(program, call, captured.kept, *tensors, *trained)
         else:
-            with program.lock, torch.no_grad():
-                results = program.forward(call)
+            with torch.no_grad():
+                results = program.run(call)
         return self.packed(captured, results, dtypes)
 
     def unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,15 @@ import torch
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import Step, add_batch, compile_step
-from bnfuse.runtime.hosting import GradientViews
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.pieces import Piece
 
 from .capture import Captured
+from .gradients import UNSHARED, Copied, Gradients, Lent, as_torch, uses
 
 log = logging.getLogger("bnfuse")
 
-UNSHARED = 2  # uses of a tensor's storage where only that tensor, and who asks, have it
+ADDRESS, SHAPE, STRIDES = torch.Tensor.data_ptr, operator.attrgetter("shape"), torch.Tensor.stride
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Compiling:
 
 @dataclasses.dataclass
 class Call:
-    """One forward: what backward needs to run it again."""
+    """One forward: what backward needs to run it again, in which program it ran, and the pieces of its backward."""
 
     ticket: int
     seed: int
     state: Mapping[str, torch.Tensor]
     inputs: tuple[torch.Tensor, ...]
+    program: Program | None = None
+    pieces: tuple[Piece, ...] = ()
 
 
 class Program:
@@ -60,7 +63,7 @@ class Program:
         self.lock = threading.RLock()
         self.guest: Program | None = None
         self.step = (
-            same_code(code)
+            code.twin()
             if code is not None
             else compile_step(
                 captured.rewritten,
@@ -76,6 +79,9 @@ class Program:
         self.on_gpu = compiling.target.startswith("cuda")
         self.home = {name: as_torch(view) for name, view in self.step.state_views().items()}
         self.address = {name: home.data_ptr() for name, home in self.home.items()}
+        self._own = tuple(name for name in captured.state if name in self.home)
+        own = [self.home[name] for name in self._own]
+        self._at_home = [list(map(get, own)) for get in (ADDRESS, SHAPE, STRIDES)]
         program = self.step.program
         self.draws = bool(self.step.sampling.random) or any(
             isinstance(argument, p.Scalar) and argument.name == "seed"
@@ -100,6 +106,8 @@ class Program:
 
     def elsewhere(self, state: Mapping[str, torch.Tensor]) -> list[str]:
         """Name the tensors that do not lie in the step's memory, or lie there otherwise: turned, or a part of it."""
+        if self.is_home(state):
+            return []
         places, homes = self.address, self.home
         late = [
             name
@@ -111,6 +119,16 @@ class Program:
             self.return_home()
         return late
 
+    def is_home(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Tell whether all tensors of a call are as they lie in the step's memory. It is asked in each call."""
+        try:
+            own = [state[name] for name in self._own]
+        except KeyError:  # of a call that is run again, which moves no statistics
+            return False
+        return all(
+            list(map(get, own)) == found for get, found in zip((ADDRESS, SHAPE, STRIDES), self._at_home, strict=True)
+        )
+
     def return_home(self) -> None:
         """Make the views of the step's memory anew that are elsewhere: what moves a tensor of the module into memory
         of several processes (share_memory, a queue) moves all that are views of the same."""
@@ -121,21 +139,24 @@ class Program:
     def place_for(self, state: Mapping[str, torch.Tensor]) -> Program:
         """Give the program whose memory the tensors may enter: this one, unless others live where they would go."""
         with self.lock:
-            if all(uses(self.home[name]) == UNSHARED for name in self.elsewhere(state)):
-                return self
-            if self.guest is None:
-                self.guest = Program(self.captured, self.compiling, self.step)
-            for batch, size in self.step._sizes.by_batch.items():
-                if batch not in self.guest.batches:
-                    self.guest.step.add(*size.compiled)
-            return self.guest.place_for(state)
+            return self if self.may_enter(self.elsewhere(state)) else self.beside().place_for(state)
 
-    def enter(self, state: Mapping[str, torch.Tensor], *, adopts: bool) -> list[str]:
-        """Bring the module's tensors into the step's memory, those that are not there. Gives the names of those that
-        are elsewhere and stay there."""
-        late = self.elsewhere(state)
+    def may_enter(self, late: Sequence[str]) -> bool:
+        """Tell whether nobody lives where these tensors would go."""
+        return all(uses(self.home[name]) == UNSHARED for name in late)
+
+    def beside(self) -> Program:
+        """Give the guest."""
+        if self.guest is None:
+            self.guest = Program(self.captured, self.compiling, self.step)
+        self.guest.step.add_from(self.step)
+        return self.guest
+
+    def enter(self, state: Mapping[str, torch.Tensor], late: Sequence[str], *, adopts: bool) -> list[str]:
+        """Bring the module's tensors into the step's memory, of which these are `elsewhere`. Gives the names of those
+        that stay there."""
         if not late:
-            return late
+            return []
         targets, sources = [], []
         for name in late:
             tensor, home = state[name], self.home[name]
@@ -165,15 +186,30 @@ class Program:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def forward(self, call: Call, *, again: bool = False) -> list[torch.Tensor]:
+    def run(self, call: Call, pieces: int = 1) -> list[torch.Tensor]:
+        """Run a forward, in this program or in that whose memory its tensors may enter, and give copies of the results.
+
+        The call then says which, and the pieces that its backward is cut into.
+        """
+        with self.lock:
+            late = self.elsewhere(call.state)
+            if not self.may_enter(late):
+                return self.beside().run(call, pieces)
+            results = self.forward(call, late)
+            call.program, call.pieces = self, self.step.pieces(pieces) if pieces > 1 else ()
+            return results
+
+    def forward(self, call: Call, late: Sequence[str], *, again: bool = False) -> list[torch.Tensor]:
         """Run the forward phase, from the module's tensors as they are, and give copies of the results.
+
+        `late` names the tensors that are `elsewhere`.
 
         Running statistics and counts are moved as torch moves them, unless it is `again`.
         """
         captured = self.captured
         if self.on_gpu:
             self.use_stream()
-        away = self.enter(call.state, adopts=not again)
+        away = self.enter(call.state, late, adopts=not again)
         if self.draws:
             self.step.seed = call.seed
         moves = bool(captured.running) and not again
@@ -221,11 +257,13 @@ class Program:
             if place is not self:
                 with place.lock:
                     return place.backward(call, gradients, pieces, index)
-            self.forward(call, again=True)
+            self.forward(call, self.elsewhere(call.state), again=True)
         pieces = pieces or step.pieces(1)
         if self.on_gpu:
             self.use_stream()
-        views = self._views()
+        views, held = self._views(), self._gradients_now()
+        if held is not None and (again or not index):
+            held.begin()
         given = [
             torch.zeros_like(views[name]) if one is None else one.detach().float().contiguous()
             for name, one in zip(captured.results, gradients, strict=True)
@@ -233,21 +271,23 @@ class Program:
         for piece in pieces[0 if again else index : index + 1]:
             first = [] if piece.index else given if self.on_gpu else [one.numpy() for one in given]
             step.backward_piece(piece, *first, ticket=call.ticket)
-        batch = step._batch
-        if captured.trainable and batch not in self._gradients:
-            self._gradients[batch] = Gradients(step.gradient_views())
-        held = self._gradients.get(batch)
-        if len(pieces) > 1:
-            parameters = held.copies_of(pieces[index].parameters) if held is not None else {}
-        else:
-            parameters = held.copies() if held is not None else {}
+        parameters: dict[str, torch.Tensor] = {}
+        if held is not None:
+            parameters = held.some(pieces[index].parameters) if len(pieces) > 1 else held.all()
         if index + 1 < len(pieces):
             return parameters, {}
         return parameters, {place: views[name].clone() for place, name in captured.input_gradients.items()}
 
+    def _gradients_now(self) -> Gradients | None:
+        """Give the gradients, for the batch size of the last call; None where nothing trains."""
+        batch = self.step.batch
+        if self.captured.trainable and batch not in self._gradients:
+            self._gradients[batch] = Copied(self.step) if self.on_gpu else Lent(self.step)
+        return self._gradients.get(batch)
+
     def _views(self) -> dict[str, torch.Tensor]:
         """Give the outputs of the file where they lie, for the batch size of the last call."""
-        batch = self.step._batch
+        batch = self.step.batch
         if batch not in self._outputs:
             wanted = (*self.captured.results, *self.captured.input_gradients.values())
             views = self.step.output_views()
@@ -259,60 +299,3 @@ class Program:
         current = torch.cuda.current_stream()
         if self.step.stream != current.cuda_stream:
             self.step.stream = current
-
-
-class Gradients:
-    """The step's gradients, and copies of them: views of one flat tensor, whose memory is used again when nobody has a
-    view of it any more."""
-
-    def __init__(self, views: GradientViews) -> None:
-        self.flat = as_torch(views.flat)
-        self.shapes = [views.shapes[name] for name in views.slices]
-        self.names, self.slices = list(views.slices), views.slices
-        self.sizes, self.places, end = [], [], 0
-        for part in views.slices.values():
-            self.sizes += [part.start - end] * (part.start > end)
-            self.places.append(len(self.sizes))
-            self.sizes.append(part.stop - part.start)
-            end = part.stop
-        self.sizes += [len(self.flat) - end] * (len(self.flat) > end)
-        self._held: list[torch.Tensor] = []
-
-    def copies_of(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Give copies for some parameters alone, of all that lies from the first to the last of them."""
-        start = min((self.slices[name].start for name in names), default=0)
-        stop = max((self.slices[name].stop for name in names), default=0)
-        copied, shapes = self.flat[start:stop].clone(), dict(zip(self.names, self.shapes, strict=True))
-        parts = {name: (self.slices[name].start - start, self.slices[name].stop - start) for name in names}
-        return {name: copied[first:last].view(shapes[name]) for name, (first, last) in parts.items()}
-
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Give copies by the names of the parameters, which nothing writes to any more."""
-        parts = self._copied().split_with_sizes(self.sizes)
-        found = zip(self.names, self.places, self.shapes, strict=True)
-        return {name: parts[place].view(shape) for name, place, shape in found}
-
-    def _copied(self) -> torch.Tensor:
-        for held in self._held:
-            if uses(held) == UNSHARED:
-                return held.copy_(self.flat)
-        made = self.flat.clone()
-        self._held = [*self._held[-1:], made]
-        return made
-
-
-def uses(tensor: torch.Tensor) -> int:
-    """Count who has a tensor's memory: tensors, arrays that are views of them, and who asks."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def same_code(code: Step) -> Step:
-    """Make a step of the programs of another one, with memory of its own."""
-    first, *others = code._sizes.compiled
-    return Step(*first, *others, target=code.target, optimizer=code.optimizer, model=code.model)
-
-
-def as_torch(view: Any) -> torch.Tensor:
-    """Take a view of a step's memory as torch's."""
-    with torch.inference_mode(False):
-        return torch.from_dlpack(view)

@@ -39,6 +39,16 @@ class LaunchTime:
     work: p.Work | None = None  # None in a file of an earlier version
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """A block of memory that a region of the program of `owner` may be in, and the calls that work there."""
+
+    region: str
+    block: np.ndarray
+    calls: dict[p.Phase, list[Any]]
+    owner: object
+
+
 class Runner(Protocol):
     """A program in memory, ready to run."""
 
@@ -75,6 +85,9 @@ class Runner(Protocol):
     def on_device(self, what: str) -> OnDevice:
         """Give what a runner on a GPU has besides. Raises BnfuseError for one on a CPU, which lacks `what`."""
 
+    def on_host(self, what: str) -> OnHost:
+        """Give what a runner on a CPU has besides. Raises BnfuseError for one on a GPU, which lacks `what`."""
+
 
 class OnDevice(Protocol):
     """What there is of a program on a GPU alone."""
@@ -83,6 +96,16 @@ class OnDevice(Protocol):
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
         """Give a tensor where it lies on the device."""
+
+
+class OnHost(Protocol):
+    """What there is of a program on a CPU alone."""
+
+    def another(self, region: str) -> Block:
+        """Make another block of memory for a region that is written before it is read."""
+
+    def use(self, place: Block) -> None:
+        """Let a region be in a block that `another` made."""
 
 
 def shared_regions(regions: Mapping[str, Any], *programs: p.Program) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.cpu.exchanging import Exchanges, Place
 from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.execution import (
+    Block,
     Compiled,
     LaunchTime,
     Scalars,
@@ -25,7 +26,7 @@ from bnfuse.runtime.backends.execution import (
     shared_regions,
 )
 from bnfuse.runtime.backends.launching import launch
-from bnfuse.runtime.backends.memory import Memory
+from bnfuse.runtime.backends.memory import Memory, aligned
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.cpus import features_of, missing_features
 from bnfuse.runtime.targets.target import CpuTarget
@@ -48,7 +49,7 @@ class CpuRunner:
             self._tensors: dict[int, Any] = {}
             self.library = Library(compiled.program.kernels, compiled.codes)
             self.exchanges = Exchanges(program, self.memory, world)
-            self.calls = {
+            self.calls: dict[p.Phase, list[Any]] = {
                 phase: [self._call(launch, (phase, index)) for index, launch in enumerate(program.phase(phase))]
                 for phase in p.ALL_PHASES
             }
@@ -72,6 +73,39 @@ class CpuRunner:
         if storage not in self._tensors:
             self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
         return self._tensors[storage]
+
+    def another(self, region: str) -> Block:
+        """Make another block for a region that is written before it is read; `use` lets the region be there."""
+        if self.exchanges:
+            raise BnfuseError("a step of several ranks has its gradients in one place: copy what is to be kept")
+        now, calls, storages = self.memory.regions[region], self.calls, self.program.storages
+        there = {index for index, storage in enumerate(storages) if storage.region == region}
+
+        def forget() -> None:
+            self._tensors = {index: one for index, one in self._tensors.items() if index not in there}
+
+        block = self.memory.regions[region] = aligned(now.nbytes)
+        forget()
+        for index, value in self.program.initial.items():
+            if index in there:
+                self.memory.flat(index)[:] = value
+        made = {
+            phase: [
+                self._call(launch, (phase, index)) if there & {buffer.storage for buffer in launch.buffers} else call
+                for index, (launch, call) in enumerate(zip(self.program.phase(phase), calls[phase], strict=True))
+            ]
+            for phase in calls
+        }
+        self.memory.regions[region] = now
+        forget()
+        return Block(region, block, made, self)
+
+    def use(self, place: Block) -> None:
+        """Let a region be in a block that `another` made."""
+        self.memory.regions[place.region], self.calls = place.block, place.calls
+        for index, value in self.program.initial.items():
+            if self.program.storages[index].region == place.region:
+                self.memory.flat(index)[:] = value  # whoever was given the block may have written there
 
     def run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
         """All launches of some parts, and the seconds that each phase took."""
@@ -170,6 +204,10 @@ class CpuRunner:
     def on_device(self, what: str) -> Any:
         """Raise BnfuseError: a step on the CPU has nothing on a device."""
         raise BnfuseError(f"a step on the CPU has no {what}: compile it for cuda")
+
+    def on_host(self, what: str) -> CpuRunner:
+        """Give itself: it is on the host."""
+        return self
 
 
 def unfit(error: Exception) -> BnfuseError:

@@ -119,6 +119,10 @@ class CudaRunner:
         """Give itself: it is on a device."""
         return self
 
+    def on_host(self, what: str) -> Any:
+        """Raise BnfuseError: addresses are written into the graphs of a step on a GPU."""
+        raise BnfuseError(f"a step on a GPU has no {what}: copy what is to be kept")
+
     @property
     def stream(self) -> Stream:
         """Address of the CUDA stream that the step runs on."""
