@@ -101,12 +101,13 @@ class State:
     @property
     def counts(self) -> dict[str, int]:
         """How many batches the BatchNorms of the module have seen, by the names of its buffers."""
-        before = {**self.module.tracked, **self._counted}
-        running = self._program.running
-        return {
-            name: count + self.updates * (self.module.names.get(statistic_of(name), statistic_of(name)) in running)
-            for name, count in before.items()
-        }
+        module, running = self.module, self._program.running
+
+        def moved(name: str) -> int:
+            statistic = module.names.get(statistic_of(name), statistic_of(name))
+            return self.updates * module.calls.get(name, 1) * (statistic in running)
+
+        return {name: count + moved(name) for name, count in {**module.tracked, **self._counted}.items()}
 
     def count(self) -> None:
         """Count the batch of the last forward, whose running statistics take the place of the old ones: once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,11 @@ from bnfuse.graph.module_state import COUNT, MODULE_KEY, ModuleState
 from .batch_constants import traits
 from .faithful import check_module, check_program, check_updates, own_gradients_refused
 from .names import written as named_apart
+from .seeding import undrawn
 
 log = logging.getLogger("bnfuse")
 
+OLDEST = (2, 7)  # of torch: the extra `torch` in pyproject.toml asks for the same
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
 
 
@@ -64,36 +66,67 @@ def exported(module: Any, example: Any = None, *, name: str | None = None) -> on
             program = module
         else:
             check_module(module, name)
-            program = captured(torch, module, example, name)
+            with own_gradients_refused(torch):
+                program = captured(module, *arguments_of(example), name)
             fixed = fixed_batch(torch, module, example, program)
         check_program(program, name)
-        try:
-            names = output_names(program)
-            written = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, output_names=names)
-        except Exception as error:
-            raise BnfuseError(f"{name}: torch.onnx cannot write it: {root_of(error)}") from error
-        model = named_apart(written, name)
+        written, model = as_onnx(program, name, output_names(program))
     if versions(module) != before:
         raise BnfuseError(f"{name}: its forward changes a tensor of the module that torch.export does not follow")
     check_updates(written.exported_program, model, name)
     model.metadata_props.add(
-        key=MODULE_KEY, value=dataclasses.replace(state_of(module, model), fixed_batch=fixed).to_json()
+        key=MODULE_KEY,
+        value=dataclasses.replace(state_of(module, model, counts_of(program)), fixed_batch=fixed).to_json(),
     )
     return model
 
 
-def captured(torch: Any, module: Any, example: Any, name: str) -> Any:
-    """Give the program that torch.export makes of a module."""
-    args, keywords = arguments_of(example)
+def captured(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], name: str) -> Any:
+    """Give the program that torch.export makes of a module that is called with these arguments. Raises BnfuseError,
+    which begins with `name`, where it cannot."""
+    import torch
+
     try:
-        with own_gradients_refused(torch):
-            return torch.export.export(module, args, keywords, strict=False)
+        return torch.export.export(module, args, keywords, strict=False)
     except BnfuseError as error:
         raise BnfuseError(f"{name}: {error}") from None
     except Exception as error:
         if isinstance(error.__cause__, BnfuseError):
             raise BnfuseError(f"{name}: {error.__cause__}") from None
         raise BnfuseError(f"{name}: torch.export cannot capture it: {root_of(error)}") from error
+
+
+def as_onnx(program: Any, name: str, outputs: list[str] | None = None) -> tuple[Any, onnx.ModelProto]:
+    """Give what torch.onnx.export makes of a program, and that as a model with the names of the module and each name
+    once. Raises BnfuseError, which begins with `name`, where it cannot."""
+    import torch
+
+    try:
+        made = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, output_names=outputs)
+    except Exception as error:
+        raise BnfuseError(f"{name}: torch.onnx.export cannot write it: {root_of(error)}") from error
+    return made, named_apart(made, name)
+
+
+def counts_of(program: Any) -> dict[str, int]:
+    """Tell by how much a forward counts batches up, by the names of the counts: a BatchNorm that is called twice counts
+    twice."""
+    signature, found = program.graph_signature, {}
+    for node in program.graph.nodes:
+        target = signature.inputs_to_buffers.get(node.name, "") if node.op == "placeholder" else ""
+        if target.rpartition(".")[2] == COUNT:
+            found[target] = additions(node)
+    return found
+
+
+def additions(count: Any) -> int:
+    """Count how often 1 is added to a number of a graph, in place or not."""
+    added = [
+        user
+        for user in count.users
+        if user.op == "call_function" and "aten.add" in str(user.target) and user.args == (count, 1)
+    ]
+    return sum(1 + additions(user) for user in added)
 
 
 def fixed_batch(torch: Any, module: Any, example: Any, program: Any) -> str:
@@ -128,14 +161,26 @@ def output_names(program: Any) -> list[str] | None:
 
 
 def require_torch() -> Any:
-    """Give torch. Raises BnfuseError where it, or onnxscript, which its exporter needs, is not installed."""
+    """Give torch. Raises BnfuseError where it, or onnxscript, which its exporter needs, is not installed, and for a
+    torch whose exporter writes other graphs than those that are read here."""
     try:
         import onnxscript  # noqa: F401
         import torch
         import torch.onnx
     except ImportError as error:
         raise BnfuseError(f"torch modules need torch and onnxscript ({error}): pip install 'bnfuse[torch]'") from None
+    if release_of(torch.__version__) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BnfuseError(
+            f"torch modules need torch {oldest} or newer, and torch {torch.__version__} is installed: "
+            f"pip install -U 'torch>={oldest}'"
+        )
     return torch
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Give the first two numbers of a version: 2, 13 of "2.13.0+cpu"."""
+    return tuple(int(re.match(r"\d*", part)[0] or 0) for part in version.split(".")[:2])  # type: ignore[index]
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,30 +219,15 @@ def versions(module: Any) -> dict[str, tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def undisturbed(torch: Any, name: str) -> Iterator[None]:
-    """Keep the states of all random generators, and refuse what draws by those of Python and numpy: the export would
-    make a constant of it. Autocast does not reach inside: its casts would be in the graph."""
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what a module draws by
-    try:
-        with (
-            torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
-            yield
-        drew = random.getstate() != python or not same_state(np.random.get_state(), arrays)  # noqa: NPY002
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)  # noqa: NPY002
-    if drew:
-        raise BnfuseError(
-            f"{name}: its forward draws by Python's or numpy's random, and every step would take what the export drew: "
-            "draw by torch (torch.rand, torch.bernoulli), which is drawn anew in each step"
-        )
-
-
-def same_state(a: Any, b: Any) -> bool:
-    """Tell whether two states of numpy's global generator are one."""
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    """Keep the states of all random generators, and refuse what draws by those of Python and numpy. Autocast does not
+    reach inside: its casts would be in the graph."""
+    with (
+        undrawn(name),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -216,8 +246,9 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def state_of(module: Any, model: onnx.ModelProto) -> ModuleState:
-    """Describe the `state_dict` of a module beside its graph: tensors under several names are one tensor there."""
+def state_of(module: Any, model: onnx.ModelProto, calls: Mapping[str, int]) -> ModuleState:
+    """Describe the `state_dict` of a module beside its graph: tensors under several names are one tensor there. `calls`
+    tells by how much a forward counts batches up."""
     read = {name for node in model.graph.node for name in node.input} | {value.name for value in model.graph.output}
     known = {tensor.name for tensor in model.graph.initializer if tensor.name in read}
     tensors = state_tensors(module)
@@ -226,12 +257,14 @@ def state_of(module: Any, model: onnx.ModelProto) -> ModuleState:
         if key in known:
             owner.setdefault(id(tensor), key)
     counts = {key: int(tensor) for key, tensor in tensors.items() if key.rpartition(".")[2] == COUNT}
+    by_tensor = {id(tensors[key]): each for key, each in calls.items() if key in tensors}
     names = {key: owner[id(tensor)] for key, tensor in tensors.items() if id(tensor) in owner and key not in counts}
     return ModuleState(
         names,
         counts,
         unread=tuple(key for key in tensors if key not in names and key not in counts),
         frozen=tuple(sorted({names[key] for key in names if is_held(tensors[key])})),
+        calls={key: each for key in counts if (each := by_tensor.get(id(tensors[key]), 1)) > 1},
     )
 
 

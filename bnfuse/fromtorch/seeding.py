@@ -1,4 +1,4 @@
-"""Random numbers of other people's code, drawn by torch, Python and numpy, that follow from a seed of ours."""
+"""Random numbers of other people's code, drawn by torch, Python and numpy: from a seed of ours, or refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
+
+from bnfuse.core.errors import BnfuseError
+
+
+@contextlib.contextmanager
+def undrawn(name: str = "") -> Iterator[None]:
+    """Keep the states of Python's and numpy's generators, and raise BnfuseError, which begins with `name`, where a
+    forward that is captured in this context drew by them: what it drew would be a constant."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - what modules draw by
+    try:
+        yield
+        drew = random.getstate() != python or not all(map(np.array_equal, np.random.get_state(), arrays))  # noqa: NPY002
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
+    if drew:
+        raise BnfuseError(
+            f"{name}{': ' * bool(name)}its forward draws by Python's or numpy's random, and would always draw the "
+            "same: draw by torch (torch.rand, torch.bernoulli), which is drawn anew in each step"
+        )
 
 
 @contextlib.contextmanager

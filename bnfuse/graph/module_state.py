@@ -29,6 +29,7 @@ class ModuleState:
     constants: Mapping[str, str] = dataclasses.field(default_factory=dict)  # buffers of a fixed value -> its digest
     unread: tuple[str, ...] = ()  # what the graph has not, because no result depends on it
     frozen: tuple[str, ...] = ()  # parameters, by the names of the graph, that the module does not train
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # BatchNorms that count up by more than 1
     fixed_batch: str = ""  # why the module's graph is of its batch alone
 
     @property
@@ -62,8 +63,9 @@ class ModuleState:
             lists = {key: tuple(map(_text, said[key])) for key in ("unread", "frozen")}
             tracked = {_text(name): int(count) for name, count in said["tracked"].items()}
             constants = {_text(name): _text(digest) for name, digest in said["constants"].items()}
+            calls = {_text(name): int(each) for name, each in said.get("calls", {}).items()}
             own = {_text(name): _text(aliases.get(name, name)) for name in names}
-            return cls(own, tracked, constants, **lists, fixed_batch=_text(said.get("fixed_batch", "")))
+            return cls(own, tracked, constants, **lists, calls=calls, fixed_batch=_text(said.get("fixed_batch", "")))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise BnfuseError(f"the model's {MODULE_KEY} metadata is damaged: build it anew") from None
 

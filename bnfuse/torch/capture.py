@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bnfuse.build import build
-from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.errors import BnfuseError
 from bnfuse.fromtorch.batch_constants import traits
-from bnfuse.fromtorch.names import written as named_apart
+from bnfuse.fromtorch.export import as_onnx as written
+from bnfuse.fromtorch.export import captured
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.passes import Rewritten, rewrite
 
@@ -225,26 +226,12 @@ class Packing:
 
 def exported(module: nn.Module, arguments: Arguments, name: str) -> Any:
     """Give what torch.export makes of the module."""
-    positional, named = arguments
-    detached = pytree.tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, (positional, named))
-    try:
-        with quiet():
-            return torch.export.export(module, detached[0], detached[1], strict=False)
-    except BnfuseError as error:
-        raise BnfuseError(f"{name}: {error}") from None
-    except Exception as error:
-        cause = error.__cause__
-        if isinstance(cause, BnfuseError):
-            raise BnfuseError(f"{name}: {cause}") from None
-        raise BnfuseError(f"{name}: torch.export cannot capture it: {first_line(error)}") from error
+    args, kwargs = pytree.tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, arguments)
+    with quiet():
+        return captured(module, args, kwargs, name)
 
 
 def as_onnx(program: Any, name: str) -> Any:
     """Give the exported program as an ONNX model, with the weights and names of the module."""
-    try:
-        with quiet():
-            found: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise BnfuseError(f"{name}: torch.onnx.export cannot write it: {first_line(cause)}") from error
-    return named_apart(found, name)
+    with quiet():
+        return written(program, name)[1]

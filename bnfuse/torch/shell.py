@@ -32,14 +32,9 @@ HOLDS_HOOKS = (
 
 
 class FusedModule(nn.Module):
-    """What a fused module has before its own class: the fused forward, and what copies of it are."""
+    """What a fused module has before its own class: what copies of it are. `class_of` adds the fused forward."""
 
     _bnfuse: Engine
-
-    @torch.compiler.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the fused forward, as one node of autograd."""
-        return self._bnfuse.call(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._bnfuse
@@ -67,8 +62,15 @@ class FusedModule(nn.Module):
 
 @functools.cache
 def class_of(kind: Any) -> type[FusedModule]:
-    """Make the class of a fused module, which looks like the module's own."""
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    """Make the class of a fused module, which looks like the module's own: its forward has the same arguments, and runs
+    as one node of autograd."""
+    named: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+
+    def forward(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._bnfuse.call(args, kwargs)
+
+    # exporters and loggers ask for its arguments; what else the own forward has is of that alone
+    named["forward"] = torch.compiler.disable(functools.update_wrapper(forward, kind.forward, updated=()))
     return type(kind.__name__, (FusedModule, kind), named)
 
 

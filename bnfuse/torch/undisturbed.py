@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.fromtorch.export import quiet as said_nothing
 from bnfuse.fromtorch.faithful import own_gradients_refused
+from bnfuse.fromtorch.seeding import undrawn
 
 from .facts import BATCH_NORM, STATISTICS
 from .watch import OWN, frozen
@@ -45,15 +44,9 @@ def no_traces(module: nn.Module) -> Iterator[None]:
 
     What it did is undone.
     """
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what modules draw by
     modules = [(path, one, attributes_of(one), contained(one)) for path, one in module.named_modules()]
-    yield
-    if random.getstate() != python or str(np.random.get_state()) != str(numbers):  # noqa: NPY002
-        random.setstate(python)
-        np.random.set_state(numbers)  # noqa: NPY002
-        raise BnfuseError(
-            "its forward draws by Python's or numpy's random, and would always draw the same: draw by torch.rand"
-        )
+    with undrawn():
+        yield
     for path, one, before, values in modules:
         after = attributes_of(one)
         if odd := sorted(key for key in {*before, *after} if before.get(key) != after.get(key)):

@@ -33,6 +33,7 @@ KEY = "bnfuse.training"
 VERSION = 1
 LAST, BEST, LOCK = "last.safetensors", "best.safetensors", ".lock"
 HASHED = ("model", "data")  # settings that are digests: of no use to people
+UNTOLD = ("mean", "std")  # what runs of earlier versions do not tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,12 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, step
         now, then = settings.get(name), saved.settings.get(name)
         if now != then:
             what = f"another {name}" if name in HASHED else f"{name} {then}, not {now}"
-            raise BnfuseError(f"{path}: is a run with {what}: continue it as it began, or start anew in another folder")
+            if name in UNTOLD and name not in saved.settings:
+                what = f"images of a {name} that it does not tell, for it is of an earlier version"
+            raise BnfuseError(
+                f"{path}: is a run with {what}: continue it as it began, start anew in another folder, or begin "
+                f"another run with its state (--resume {path})"
+            )
     if saved.position.step >= steps:
         where = f"behind step {saved.position.step} of an epoch of {steps}"
         raise BnfuseError(f"{path}: its {KEY} metadata is damaged (it stands {where}): start anew in another folder")
