@@ -1,6 +1,7 @@
 """Recipes on a GPU beside a CPU: label smoothing, class weights, mixed images, and a run that is interrupted.
 
     python benchmarks/gpu_recipe.py [--precision fp32] [--epochs 6]
+    python benchmarks/gpu_recipe.py --compile-only sm_90     # fills the cache of kernels, and needs no GPU
 
 It trains a small network on the embedded digits with all of them: on the CPU, on the GPU, and on the GPU once more with
 an interruption, which must end bit by bit where the unbroken run does. The losses of the first epochs of CPU and GPU
@@ -34,15 +35,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--compile-only", metavar="ARCHITECTURE", help="fill the cache of kernels, and run nothing")
     args = parser.parse_args()
     forward = build_forward("densenet40", depth=3, batch=32, image=8, channels=1, classes=10)
     graph = with_soft_labels(open_graph(bnfuse.rewrite(build(forward, file="densenet40").model)))
     data = load_data("digits").normalised()
 
     def step(target: str) -> bnfuse.runtime.Step:
-        precision = args.precision if target == "cuda" else None
+        precision = args.precision if target.startswith("cuda") else None
         return bnfuse.compile(graph, target=target, precision=precision, optimizer=bnfuse.SGD(lr=0.1, momentum=0.9))
 
+    if args.compile_only:
+        step(f"cuda:{args.compile_only}")
+        return 0
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         runs = {}

@@ -3,6 +3,9 @@
     python benchmarks/gpu_updates.py                     # every optimiser with everything, beside the CPU's step
     python benchmarks/gpu_updates.py --time densenet121  # seconds of a step, with more and more of a recipe
 
+With --compile-only ARCHITECTURE (sm_90) either one only fills the cache of kernels ($BNFUSE_CACHE), which needs no GPU:
+the machine with the GPU finds them there, and compiles no more than the CPU's.
+
 Both sides take the same batches; what a few updates change in parameters, statistics and averages is compared, as
 ||a - b||/||b|| of all of them together. At fp16 a gradient that overflows must leave all as it was.
 """
@@ -10,9 +13,11 @@ Both sides take the same batches; what a few updates change in parameters, stati
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -40,29 +45,55 @@ def main() -> None:
     parser.add_argument("--time", metavar="NETWORK", help="time steps of a network of the zoo")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--precision", default="bf16", help="of what is timed")
+    parser.add_argument("--compile-only", metavar="ARCHITECTURE", help="fill the cache of kernels, and run nothing")
     given = parser.parse_args()
+    target = f"cuda:{given.compile_only}" if given.compile_only else "cuda"
     if given.time:
-        time_steps(given.time, given.batch, given.precision)
+        time_steps(given.time, given.batch, given.precision, target, run=not given.compile_only)
+    elif given.compile_only:
+        for _, _, precision, make in cases():
+            bnfuse.compile(small(), target, make(), precision=precision)
     elif not compare():
         raise SystemExit(1)
 
 
-def compare() -> bool:
-    """Compare steps on the GPU with the CPU's."""
-    model = bnfuse.rewrite(build_model("densenet40", zoo={"depth": 3, "batch": 8, "image": 8, "channels": 1}).model)
-    good = True
+def small() -> object:
+    """The network whose updates are compared."""
+    return bnfuse.rewrite(build_model("densenet40", zoo={"depth": 3, "batch": 8, "image": 8, "channels": 1}).model)
+
+
+def cases() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
+    """Name of an optimiser, how it clips, a precision, and what makes it with everything."""
     for name, make in OPTIMIZERS.items():
         for clip, options in CLIPS.items():
-            cpu = bnfuse.compile(model, optimizer=make(**EVERYTHING, **options))
-            wanted = after(cpu)
-            for precision, tolerance in TOLERANCES.items():
-                step = bnfuse.compile(model, "cuda", make(**EVERYTHING, **options), precision=precision)
-                error = max(distance(a, b) for a, b in zip(after(step), wanted, strict=True))
-                norm = abs(step.gradient_norm / cpu.gradient_norm - 1) if clip == "norm" else 0.0
-                right = error < tolerance and norm < 10 * tolerance
-                good &= right
-                print(f"{name:10} {clip:6} {precision}  {error:.1e}  norm {norm:.1e}  {'' if right else 'WRONG'}")
-    good &= skips(model)
+            for precision in TOLERANCES:
+                yield name, clip, precision, functools.partial(make, **EVERYTHING, **options)
+    yield "adamw", "skips", "fp16", skipping
+
+
+def skipping() -> AdamW:
+    """The optimiser that is given a gradient that is not finite."""
+    return AdamW(1e-3, clip_norm=1.0, ema=0.9)
+
+
+def compare() -> bool:
+    """Compare steps on the GPU with the CPU's."""
+    model, good = small(), True
+    known: dict[tuple[str, str], tuple[Step, list[Mapping[str, np.ndarray]]]] = {}
+    for name, clip, precision, make in cases():
+        if clip == "skips":
+            good &= skips(model)
+            continue
+        if (name, clip) not in known:
+            cpu = bnfuse.compile(model, optimizer=make())
+            known[name, clip] = cpu, after(cpu)
+        (cpu, wanted), tolerance = known[name, clip], TOLERANCES[precision]
+        step = bnfuse.compile(model, "cuda", make(), precision=precision)
+        error = max(distance(a, b) for a, b in zip(after(step), wanted, strict=True))
+        norm = abs(step.gradient_norm / cpu.gradient_norm - 1) if clip == "norm" else 0.0
+        right = error < tolerance and norm < 10 * tolerance
+        good &= right
+        print(f"{name:10} {clip:6} {precision}  {error:.1e}  norm {norm:.1e}  {'' if right else 'WRONG'}", flush=True)
     return good
 
 
@@ -86,7 +117,7 @@ def distance(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) 
 
 def skips(model: object) -> bool:
     """Tell whether a gradient that is not finite leaves parameters, moments and added gradients of fp16 to go on."""
-    step = bnfuse.compile(model, "cuda", AdamW(1e-3, clip_norm=1.0, ema=0.9), precision="fp16")
+    step = bnfuse.compile(model, "cuda", skipping(), precision="fp16")
     after_one = [np.zeros((8, 1, 8, 8), np.float32), np.zeros(8, np.int64)]
     step(*after_one)
     before = step.state_dict()
@@ -98,8 +129,8 @@ def skips(model: object) -> bool:
     return right
 
 
-def time_steps(network: str, batch: int, precision: str) -> None:
-    """Print seconds of a step, and of its update, with more and more of a recipe."""
+def time_steps(network: str, batch: int, precision: str, target: str, *, run: bool) -> None:
+    """Print seconds of a step, and of its update, with more and more of a recipe; or compile alone."""
     model = bnfuse.rewrite(build_model(network, zoo={"batch": batch}).model)
     recipes = {
         "plain": {},
@@ -111,7 +142,9 @@ def time_steps(network: str, batch: int, precision: str) -> None:
         "everything": {"groups": (Group("*", lr=0.5),), "clip_norm": 1.0, "ema": 0.9998, "accumulate": 4},
     }
     for name, options in recipes.items():
-        step = bnfuse.compile(model, "cuda", AdamW(1e-3, **options), precision=precision)
+        step = bnfuse.compile(model, target, AdamW(1e-3, **options), precision=precision)
+        if not run:
+            continue
         rng = np.random.default_rng(0)
         shapes = [step.program.inputs[given].shape for given in step.inputs]
         feeds = [rng.standard_normal(shapes[0], dtype=np.float32), rng.integers(0, 10, shapes[1])]

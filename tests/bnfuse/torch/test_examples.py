@@ -140,5 +140,7 @@ def test_two_processes(tmp_path):
             finally:
                 run.terminate()  # torchrun ends its processes
             assert run.returncode == 0, (tmp_path / "errors").read_text()
-        (losses[way],) = (loss_in(line) for line in printed.splitlines() if line.startswith("2 processes: "))
+        first, last = printed.splitlines()[-2:]
+        assert first.startswith("2 processes: ") and last.startswith("equal to one process"), printed
+        losses[way] = loss_in(first)
     check(losses)
