@@ -6,6 +6,13 @@
     python benchmarks/front_door.py time --target cuda --only densenet121
 
 Networks of torchvision and timm that are installed, and a U-Net. A line of JSON for each result; --output keeps them.
+
+follow judges twice. `state`: losses and weights of whole runs, by those of a run in float64. `step`: each --every-th
+step by itself, from the weights that the fused module has then: loss, gradients and new statistics, by those in float64
+of the same weights. Either may be --factor times as far from float64 as torch in float32 is, which has three tries (as
+it is, channels_last, with inputs rounded otherwise). With AdamW a network follows by its steps alone: Adam divides by
+the size of a gradient, so that where that is nothing but rounding (a bias in front of a norm has none) the weights
+of any two runs part by whole rates, in torch as here. `state` is told all the same.
 """
 
 from __future__ import annotations
@@ -107,18 +114,96 @@ class Trained:
     state: dict[str, torch.Tensor]
 
 
-def train(module: nn.Module, kind: str, batches: list[tuple[torch.Tensor, torch.Tensor]], autocast: Any) -> Trained:
+def train(
+    module: nn.Module,
+    kind: str,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    autocast: Any,
+    judge: Judge | None = None,
+) -> Trained:
     """The plain loop."""
     optimizer, losses = optimizer_of(kind, module), []
     device = next(module.parameters()).device.type
-    for images, labels in batches:
+    for step, (images, labels) in enumerate(batches):
+        said = judge.look(step, module, images, labels, autocast) if judge is not None else None
         optimizer.zero_grad()
         with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
             loss = loss_of(module(images), labels)
         loss.backward()
+        if said is not None:
+            said(loss.item())
         optimizer.step()
         losses.append(loss.item())
     return Trained(losses, {name: one.detach().double() for name, one in module.state_dict().items()})
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def one_step(module: nn.Module, images: torch.Tensor, labels: torch.Tensor, autocast: Any) -> tuple[float, Gradients]:
+    """Loss, gradients and new statistics of a step from the weights as they are; nothing is updated."""
+    device = images.device.type
+    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        loss = loss_of(module(images), labels)
+    loss.backward()
+    found = {name: one.grad.double() for name, one in module.named_parameters() if one.grad is not None}
+    moved = {name: one.double() for name, one in module.named_buffers() if one.is_floating_point()}
+    return loss.item(), {**found, **moved}
+
+
+def apart(found: Gradients, exact: Gradients) -> float:
+    """The largest error of a tensor, relative to that tensor, or to a thousandth of the largest where it is less."""
+    if found.keys() != exact.keys():
+        return float("inf")
+    floor = 1e-3 * max(float(one.norm()) for one in exact.values())
+    return max(float((found[key] - one).norm()) / max(float(one.norm()), floor) for key, one in exact.items())
+
+
+@dataclasses.dataclass
+class Judge:
+    """Steps of a fused module that are judged one by one, by those of its module in float64."""
+
+    start: nn.Module  # as it was given
+    every: int
+    errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # of the loss and of tensors, by step
+    torchs: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+    def look(
+        self, step: int, fused: nn.Module, images: torch.Tensor, labels: torch.Tensor, autocast: Any
+    ) -> Callable[[float], None]:
+        """Take the weights in front of a step, and give what takes its loss when the gradients are there."""
+        if step % self.every:
+            return lambda loss: None
+        state = {name: one.detach().clone() for name, one in fused.state_dict().items()}
+
+        def of(module: nn.Module, x: torch.Tensor, cast: Any) -> tuple[float, Gradients]:
+            module.load_state_dict(state)
+            return one_step(module, x, labels, cast)
+
+        wanted = of(copy.deepcopy(self.start).double(), images.double(), None)
+        last = torch.channels_last
+        tries = [
+            of(copy.deepcopy(self.start), images, autocast),
+            of(copy.deepcopy(self.start).to(memory_format=last), images.to(memory_format=last), autocast),
+            of(copy.deepcopy(self.start), images * (1 + 2**-23), autocast),
+        ]
+        errors = [(abs(loss - wanted[0]), apart(found, wanted[1])) for loss, found in tries]
+        self.torchs.append(tuple(map(max, zip(*errors, strict=True))))  # type: ignore[arg-type]
+
+        def judge(loss: float) -> None:
+            grads = {name: one.grad.double() for name, one in fused.named_parameters() if one.grad is not None}
+            moved = {name: one.double() for name, one in fused.named_buffers() if one.is_floating_point()}
+            self.errors.append((abs(loss - wanted[0]), apart({**grads, **moved}, wanted[1])))
+
+        return judge
+
+    def follows(self, factor: float) -> bool:
+        """Tell whether each step is as near to float64 as torch's, but for the factor."""
+        return all(
+            ours <= factor * theirs + 1e-6
+            for one, other in zip(self.errors, self.torchs, strict=True)
+            for ours, theirs in zip(one, other, strict=True)
+        )
 
 
 def far(found: Trained, exact: Trained) -> tuple[float, float]:
@@ -131,7 +216,7 @@ def far(found: Trained, exact: Trained) -> tuple[float, float]:
 
 def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) -> dict[str, Any]:
     """Steps of torch in float64 and float32, and fused: ours may be as far from float64 as a small multiple of
-    torch's own distance, the largest of three runs: as it is, channels_last, and with rounded inputs."""
+    torch's own distance, the largest of three tries."""
     device, autocast = torch.device(given.target), getattr(torch, given.autocast) if given.autocast else None
     generator = torch.Generator().manual_seed(1)
     batches = [
@@ -154,15 +239,17 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
         ),
         train(copy.deepcopy(start), given.optimizer, [(x * (1 + 2**-23), y) for x, y in batches], autocast),
     ]
-    module = copy.deepcopy(start)
+    module, judge = copy.deepcopy(start), Judge(copy.deepcopy(start), given.every)
     begun = time.perf_counter()
     fused = bnfuse.torch.fuse(module, batches[0][0], fallback=given.fallback)
     seconds = time.perf_counter() - begun
-    ours = train(fused, given.optimizer, batches, autocast)
+    ours = train(fused, given.optimizer, batches, autocast, judge)
     start.load_state_dict(fused.state_dict())
     loads = all(torch.equal(one, fused.state_dict()[key]) for key, one in start.state_dict().items())
     loss, state = far(ours, exact)
     torch_loss, torch_state = map(max, zip(*(far(one, exact) for one in others), strict=True))
+    state_follows = loss <= given.factor * torch_loss + 1e-6 and state <= given.factor * torch_state + 1e-6
+    steps_follow = judge.follows(given.factor)
     return {
         "network": name,
         "optimizer": given.optimizer,
@@ -173,7 +260,11 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
         "torch_loss_error": torch_loss,
         "state_error": state,
         "torch_state_error": torch_state,
-        "follows": loss <= given.factor * torch_loss + 1e-6 and state <= given.factor * torch_state + 1e-6,
+        "state_follows": state_follows,
+        "step_errors": [max(one) for one in zip(*judge.errors, strict=True)],
+        "torch_step_errors": [max(one) for one in zip(*judge.torchs, strict=True)],
+        "steps_follow": steps_follow,
+        "follows": steps_follow and (state_follows or given.optimizer == "adamw"),
         "state_dict_loads": loads,
         "parts": [str(part) for part in bnfuse.torch.report(fused).parts],
     }
@@ -267,6 +358,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--image", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=int, default=5, help="steps of which one is judged by itself")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), default="")
     parser.add_argument("--fallback", choices=("error", "torch"), default="error")
