@@ -114,6 +114,43 @@ def test_one_copy_takes_all_gradients(step):
     assert not gradients.flat[~inside].any() and (~inside).sum() < 16 * len(expected)
 
 
+def test_gradients_lie_elsewhere_from_when_it_is_said_so(step):
+    expected, first = wanted(step), step.gradient_views()
+    kept, place = first.flat.copy(), step.another_gradients()
+    step.gradients_to(place)
+    other = step.gradient_views()
+    assert not np.shares_memory(first.flat, other.flat)
+    other.flat[:] = np.nan  # whoever was given them may write there
+    ticket = step.run_forward(images())
+    pieces = step.pieces(2)
+    step.backward_piece(pieces[0], output_gradient(step), ticket=ticket)
+    with pytest.raises(BnfuseError, match="between two pieces"):
+        step.gradients_to(place)
+    step.backward_piece(pieces[1], ticket=ticket)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(other.of(other.flat)[name], value)
+        np.testing.assert_array_equal(step.gradients()[name], value)
+    np.testing.assert_array_equal(first.flat, kept)
+
+
+def test_further_memory_for_gradients_is_of_one_batch_size_and_has_what_is_constant():
+    made = without_loss(tiny_net, (4, 2))
+    made.run_forward(images()[:2])
+    place = made.another_gradients()
+    made.run_forward(images())
+    with pytest.raises(BnfuseError, match="of another batch size"):
+        made.gradients_to(place)
+    own, program = made.another_gradients(), made.program
+    held = program.storages[next(iter(program.gradients.values())).storage]
+    index = next(i for i, one in enumerate(program.storages) if one is held)
+    program.initial[index] = np.full(held.elements, 3, np.float32)  # as of a parameter whose gradient is a constant
+    try:
+        made.gradients_to(own)
+        assert (made.gradient_views().flat[held.offset // 4 : held.offset // 4 + held.elements] == 3).all()
+    finally:
+        del program.initial[index]
+
+
 def test_outputs_are_read_where_they_lie(step):
     logits = step.forward(images(1))
     (name,) = step.program.signature["output_gradients"]

@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
+import bnfuse
 from bnfuse.build import build, build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.module_state import ModuleState
@@ -120,6 +121,41 @@ def test_tied_weights_are_one_tensor_with_both_names():
     assert [name for name in signature_of(model).trainable if name in ("again.weight", "conv.weight")] == [
         about.names["conv.weight"]
     ]
+
+
+def test_a_norm_that_is_called_twice_counts_twice():
+    import torch
+    from torch import nn
+    from torch_modules import images
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.other = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.same, self.head = self.norm, nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.other(self.norm(self.conv(self.norm(x)))).mean((2, 3)))
+
+    module = Twice()
+    counts = {"norm.num_batches_tracked": 2, "same.num_batches_tracked": 2}
+    assert ModuleState.from_metadata(metadata(build(module, example=images()).model)).calls == counts
+    step = bnfuse.compile(build(module, example=images()).model, optimizer=bnfuse.SGD(lr=0.1), threads=1)
+    for _ in range(3):
+        module(images())
+        step(images(), torch.zeros(len(images()), dtype=torch.int64))
+    expected = {name: int(one) for name, one in module.state_dict().items() if name.endswith("tracked")}
+    assert {name: int(one) for name, one in step.state_dict(torch=True).items() if name in expected} == expected
+    assert expected["norm.num_batches_tracked"] == 6
+
+
+def test_a_torch_that_is_too_old_is_told(monkeypatch):
+    import torch
+    from torch_modules import images, small
+
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
+    with pytest.raises(BnfuseError, match=r"need torch 2\.7 or newer, and torch 2\.4\.1\+cpu is installed"):
+        build(small(), example=images())
 
 
 def test_wrappers_are_looked_through():

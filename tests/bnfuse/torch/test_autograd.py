@@ -40,6 +40,32 @@ def test_gradients_are_left_alone_by_later_backwards(fused):
     assert torch.equal(outputs, copied)
 
 
+def test_gradients_are_handed_out_as_they_lie_and_their_memory_is_used_in_turns(fused):
+    import torch
+    from fused_networks import distance, doubled, gradients, images, loss_of, made
+
+    places, kept = set(), []
+    for seed in range(4):
+        fused.zero_grad()
+        loss_of(fused, images(seed=seed)).backward()
+        places.add(fused.head.weight.grad.data_ptr())
+    assert len(places) <= 2
+    exact = doubled(made())
+    fused.zero_grad(), fused.load_state_dict(made().state_dict())
+    for seed in range(3):  # added up by torch; each is kept besides, as hooks do
+        handle = fused.head.weight.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
+        loss_of(fused, images(seed=seed)).backward()
+        loss_of(exact, images(seed=seed).double()).backward()
+        handle.remove()
+    assert distance(gradients(fused), gradients(exact)) < 1e-5
+    assert all(torch.equal(gradient, copied) for gradient, copied in kept[1:])  # the first became .grad
+    fused.head.bias.grad.share_memory_()
+    before = gradients(fused)
+    loss_of(fused, images()).backward()
+    loss_of(exact, images().double()).backward()
+    assert distance(gradients(fused), gradients(exact)) < 1e-5 < distance(gradients(fused), before)
+
+
 def test_backward_twice(fused):
     import torch
     from fused_networks import images, loss_of

@@ -203,6 +203,7 @@ def test_exporters_see_the_operators(fused):
     from fused_networks import images
 
     program = torch.export.export(fused.eval(), (images(),), strict=False)
+    assert program.graph_signature.user_inputs == ("x",)  # as its forward calls it
     assert {"aten.conv2d.default", "aten.cat.default"} <= {str(node.target) for node in program.graph.nodes}
 
 

@@ -16,7 +16,7 @@ import bnfuse
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.runtime import AdamW
-from bnfuse.training import train_step
+from bnfuse.training import checkpoints, train_step
 from bnfuse.training.checkpoints import KEY
 from bnfuse.training.labelling import Labelling
 from bnfuse.training.mixing import Mixing
@@ -318,13 +318,20 @@ def test_an_epoch_with_a_smaller_last_batch_sees_every_image(whole_graph, new_st
     assert sorted(v for *_, values in seen for v in values) == sorted(map(float, data.train_x.sum((1, 2, 3))))
 
 
-def test_another_mean_is_another_run_and_a_refused_one_leaves_its_recipe(unbroken, new_step, data, tmp_path):
+def test_another_mean_is_another_run_and_a_refused_one_leaves_its_recipe(
+    unbroken, new_step, data, tmp_path, monkeypatch
+):
     train_step(new_step(), data, **{**RUN, "epochs": 1}, save_to=tmp_path, recorded="epochs = 1")
     for name in ("mean", "std"):
         other = dataclasses.replace(data, **{name: tuple(value + 1e-4 for value in getattr(data, name))})
         with pytest.raises(BnfuseError, match=f"is a run with {name} "):
             train_step(new_step(), other, **{**RUN, "epochs": 1}, save_to=tmp_path, resume="auto", recorded="other")
     assert (tmp_path / "recipe.toml").read_text() == "epochs = 1\n"
+    saved = checkpoints.read_saved(tmp_path / "last.safetensors")
+    without = {name: value for name, value in saved.settings.items() if name not in ("mean", "std")}
+    monkeypatch.setattr(checkpoints, "read_saved", lambda path: dataclasses.replace(saved, settings=without))
+    with pytest.raises(BnfuseError, match=r"of an earlier version.*with its state \(--resume .*safetensors"):
+        train_step(new_step(), data, **{**RUN, "epochs": 1}, save_to=tmp_path, resume="auto")
 
 
 def test_numbers_beyond_the_sixth_digit_are_compared(new_step, data, tmp_path):
