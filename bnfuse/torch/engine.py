@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .watch import Attributes, Watch, content, is_plain
 
 log = logging.getLogger("bnfuse")
 
+DEVICE = operator.attrgetter("device")
 PIECES = 4  # of backward, where there are several processes
 MOST_CHANGES = 8  # of attributes, each captured anew: then it is one that changes all the time
 
@@ -117,8 +119,8 @@ class Engine:
         """Compile for a call, without running it."""
         tensors, packed = self.unpacked(args, kwargs)
         self.refuse(tensors)
-        key = self.key(tensors, packed)
-        program, state = self.entry(key, (args, kwargs)).program, self.watch.tensors()
+        state = self.watch.tensors()
+        program = self.entry(self.key(tensors, packed, state), (args, kwargs)).program
         place = program.place_for(state)
         place.enter(state, place.elsewhere(state), adopts=True)
 
@@ -132,13 +134,14 @@ class Engine:
             tensors, packed = self.unpacked(args, kwargs)
             self.refuse(tensors)
             self.follow()
-            key = self.key(tensors, packed)
+            state = self.watch.tensors()
+            key = self.key(tensors, packed, state)
             entry = self.programs.entries.get(key) or self.entry(key, (args, kwargs))
         except BnfuseError as error:
             if self.options.fallback == "error":
                 raise
             return self.left(str(error), args, kwargs)
-        return self.run(entry.program, key, tensors, entry.dtypes)
+        return self.run(entry, key, tensors, state)
 
     def left(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let torch run a call, and say why."""
@@ -147,11 +150,9 @@ class Engine:
             log.warning("%s: a call is left to torch: %s", self.name, reason)
         return plain(self.fused, self.own_forward).forward(*args, **kwargs)
 
-    def run(
-        self, program: Program, key: Key, tensors: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...] | None
-    ) -> Any:
+    def run(self, entry: Entry, key: Key, tensors: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> Any:
         """Run a program, as one node of autograd where gradients are wanted."""
-        captured, state = program.captured, self.watch.tensors()
+        program, captured = entry.program, entry.program.captured
         seed = int(torch.randint(2**31 - 1, ()).item()) if program.draws else 0
         call = Call(0, seed, state, tuple(tensors))
         if key.gradients:
@@ -163,7 +164,7 @@ class Engine:
         else:
             with torch.no_grad():
                 results = program.run(call)
-        return self.packed(captured, results, dtypes)
+        return self.packed(captured, results, entry.dtypes)
 
     def unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
         """Take the tensors out of the arguments, and say how they were packed and what else there was."""
@@ -210,12 +211,12 @@ class Engine:
         self.watch.refuse_hooks()
         self.programs = Programs()
 
-    def key(self, tensors: Sequence[torch.Tensor], packed: str) -> Key:
-        """Say what a program for this call has to be made for."""
+    def key(self, tensors: Sequence[torch.Tensor], packed: str, state: Mapping[str, torch.Tensor]) -> Key:
+        """Say what a program for this call has to be made for. `state` has the module's tensors."""
         flags, enabled = self.watch.flags(), torch.is_grad_enabled()
         inputs = tuple([Input(tuple(one.shape), one.dtype, enabled and one.requires_grad) for one in tensors])
         gradients = enabled and (any(flags) or any(one.differentiated for one in inputs))
-        device = self.device(tensors)
+        device = self.device((*state.values(), *tensors))
         kind = device.partition(":")[0]
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = Key(
@@ -237,9 +238,8 @@ class Engine:
         return tuple([(name, content(held[key])) for name, (held, key) in found])
 
     def device(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Name the device of the parameters and inputs, which is one."""
-        held = {*(table[key].device for table, key in self.watch.names.values()), *(one.device for one in tensors)}
-        places = sorted(map(str, held))
+        """Name the device of parameters, buffers and inputs, which is one."""
+        places = sorted(map(str, {*map(DEVICE, tensors)}))
         if len(places) != 1 or places[0].partition(":")[0] not in ("cpu", "cuda"):
             where = ", ".join(places)
             raise BnfuseError(f"{self.name}: its tensors and inputs lie on {where}: one CPU or one GPU it must be")

@@ -25,6 +25,7 @@ HOOKS = {  # what nn.Module calls when it is called, by the attribute that holds
     "_backward_pre_hooks": "a backward pre-hook",
 }
 GLOBAL = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
+WEIGHTS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}  # of torch.nn.utils, by class
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.memory_format)
 SMALL = 64  # elements of a tensor or array that is compared by its numbers in each call
 DEEPEST = 8  # containers in containers that are looked into
@@ -153,8 +154,15 @@ class Watch:
         """Raise where a submodule has a hook, which a fused forward would not call."""
         if any(getattr(nn.modules.module, name) for name in GLOBAL):
             raise BnfuseError("a hook for all modules is registered: a fused module calls none of its submodules")
-        if not any(self._hooks):
+        if not any(self._hooks) and not self.root._forward_pre_hooks:
             return
+        for part in self.parts:
+            if (kind := remade_weight(part.module)) is not None:
+                who = f"submodule '{part.path}'" if part.path else "the module"
+                raise BnfuseError(
+                    f"{who} has torch.nn.utils.{kind}, a hook that makes its weight anew in front of each call, which "
+                    f"a fused module does not call: torch.nn.utils.parametrizations.{kind} has no hook"
+                )
         for part in self.parts[1:]:
             for name, kind in HOOKS.items():
                 if part.module.__dict__[name]:
@@ -198,6 +206,12 @@ class Watch:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Give all parameters and buffers by name."""
         return {name: held[key] for name, (held, key) in self.names.items()}
+
+
+def remade_weight(module: nn.Module) -> str | None:
+    """Name what of torch.nn.utils makes the weight of a module anew by a hook; None where nothing does."""
+    kinds = [type(hook) for hook in module._forward_pre_hooks.values()]
+    return next((WEIGHTS[kind.__name__] for kind in kinds if kind.__name__ in WEIGHTS), None)
 
 
 def missing(table: dict[str, Any]) -> tuple[bool, ...]:
