@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from networks import handwritten
 from torch import nn
@@ -270,12 +271,47 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
     }
 
 
-def bare_step(module: nn.Module, images: torch.Tensor, target: str, precision: str | None) -> Any:
-    """The compiled step of the same network with its loss and optimiser, without torch."""
+def bare_step(
+    module: nn.Module, images: torch.Tensor, target: str, precision: str | None, *, whole: bool = True
+) -> Any:
+    """The compiled step of the same network without torch: with its loss and optimiser, or without either."""
     with capture.as_found(module):
         proto = capture.as_onnx(capture.exported(module, ((images,), {}), "network"), "network")
-    fused = bnfuse.rewrite(build(proto, train_bn=True, running_variance="torch").model)
-    return bnfuse.compile(fused, target, bnfuse.SGD(lr=0.01, momentum=0.9), precision=precision)
+    options = {} if whole else {"loss": "none"}
+    fused = bnfuse.rewrite(build(proto, train_bn=True, running_variance="torch", **options).model)
+    return bnfuse.compile(fused, target, bnfuse.SGD(lr=0.01, momentum=0.9) if whole else None, precision=precision)
+
+
+def own_of(module: nn.Module, labels: torch.Tensor) -> Callable[[], Any]:
+    """What of a loop is torch's whatever computes the gradients: the loss, and the optimiser."""
+    scores = module(torch.zeros(len(labels), 3, 64, 64, device=labels.device))
+    scores = {"out": scores["out"].detach()} if isinstance(scores, dict) else scores.detach()
+    leaf = (scores["out"] if isinstance(scores, dict) else scores).requires_grad_()
+    optimizer = optimizer_of("sgd", module)
+    for one in module.parameters():
+        one.grad = torch.zeros_like(one)
+
+    def step() -> torch.Tensor:
+        leaf.grad = None
+        loss = loss_of(scores, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def phases_of(step: Any, images: Any) -> Callable[[], Any]:
+    """Forward and backward alone, as a fused module calls them."""
+    (given,) = step.program.signature["output_gradients"].values()
+    gradient = torch.full(step.program.inputs[given].shape, 1e-3)
+    dy = gradient.numpy() if isinstance(images, np.ndarray) else gradient.to(images.device)
+
+    def phases() -> None:
+        ticket = step.run_forward(images, commit_statistics=True)
+        step.backward_piece(step.pieces(1)[0], dy, ticket=ticket)
+
+    return phases
 
 
 def timed(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) -> dict[str, Any]:
@@ -311,14 +347,19 @@ def timed(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) 
             steps[way] = loop(torch.compile(module), images)
         elif way == "compile_last":
             steps[way] = loop(torch.compile(module.to(memory_format=torch.channels_last)), last)
+        elif way == "own":
+            steps[way] = own_of(module, labels)
         elif way == "fused":
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 steps[way] = loop(bnfuse.torch.fuse(module, images, fallback=given.fallback), images)
         else:
             precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(autocast) if device.type == "cuda" else None
-            compiled = bare_step(module, images, given.target, precision)
+            compiled = bare_step(module, images, given.target, precision, whole=way == "bare")
             arrays = (images, labels) if device.type == "cuda" else (images.numpy(), labels.numpy())
-            steps[way] = lambda compiled=compiled, arrays=arrays: compiled(*arrays)
+            if way == "bare":
+                steps[way] = lambda compiled=compiled, arrays=arrays: compiled(*arrays)
+            else:
+                steps[way] = phases_of(compiled, arrays[0])
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     for turn in range(given.turns + 2):
@@ -343,7 +384,9 @@ def timed(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) 
     }
     if "fused" in least and "bare" in least:
         result["overhead"] = least["fused"] / least["bare"] - 1
-    torchs = [value for way, value in least.items() if way not in ("fused", "bare")]
+        if "phases" in least and "own" in least:  # of the wrapper alone
+            result["wrapper"] = (least["fused"] - least["phases"] - least["own"]) / least["bare"]
+    torchs = [value for way, value in least.items() if way not in ("fused", "bare", "phases", "own")]
     if "fused" in least and torchs:
         result["times_faster"] = min(torchs) / least["fused"]
     return result
@@ -363,7 +406,9 @@ def main() -> None:
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), default="")
     parser.add_argument("--fallback", choices=("error", "torch"), default="error")
     parser.add_argument("--factor", type=float, default=4.0, help="of torch's own distance from float64")
-    parser.add_argument("--ways", default="eager,channels_last,compile,fused,bare", help="also compile_last")
+    parser.add_argument(
+        "--ways", default="eager,channels_last,compile,fused,bare", help="also compile_last, own, phases"
+    )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--repeat", type=int, default=1, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=0)
