@@ -24,6 +24,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.fromtorch.batch_constants import traits
 from bnfuse.fromtorch.export import as_onnx as written
 from bnfuse.fromtorch.export import captured
+from bnfuse.graph.module_state import MODULE_KEY, ModuleState
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.passes import Rewritten, rewrite
 
@@ -234,4 +235,6 @@ def exported(module: nn.Module, arguments: Arguments, name: str) -> Any:
 def as_onnx(program: Any, name: str) -> Any:
     """Give the exported program as an ONNX model, with the weights and names of the module."""
     with quiet():
-        return written(program, name)[1]
+        proto = written(program, name)[1]
+    proto.metadata_props.add(key=MODULE_KEY, value=ModuleState().to_json())  # every tensor is the module's own
+    return proto

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ from .gradients import UNSHARED, Copied, Gradients, Lent, as_torch, uses
 
 log = logging.getLogger("bnfuse")
 
-ADDRESS, SHAPE, STRIDES = torch.Tensor.data_ptr, operator.attrgetter("shape"), torch.Tensor.stride
+LIES: tuple[Callable[[torch.Tensor], Any], ...] = (  # where and how a tensor lies
+    torch.Tensor.data_ptr,
+    operator.attrgetter("shape"),
+    torch.Tensor.stride,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Program:
         self.address = {name: home.data_ptr() for name, home in self.home.items()}
         self._own = tuple(name for name in captured.state if name in self.home)
         own = [self.home[name] for name in self._own]
-        self._at_home = [list(map(get, own)) for get in (ADDRESS, SHAPE, STRIDES)]
+        self._at_home = [list(map(get, own)) for get in LIES]
         program = self.step.program
         self.draws = bool(self.step.sampling.random) or any(
             isinstance(argument, p.Scalar) and argument.name == "seed"
@@ -125,9 +129,7 @@ class Program:
             own = [state[name] for name in self._own]
         except KeyError:  # of a call that is run again, which moves no statistics
             return False
-        return all(
-            list(map(get, own)) == found for get, found in zip((ADDRESS, SHAPE, STRIDES), self._at_home, strict=True)
-        )
+        return all(list(map(get, own)) == found for get, found in zip(LIES, self._at_home, strict=True))
 
     def return_home(self) -> None:
         """Make the views of the step's memory anew that are elsewhere: what moves a tensor of the module into memory

@@ -131,16 +131,16 @@ def test_a_norm_that_is_called_twice_counts_twice():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.other = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-            self.same, self.head = self.norm, nn.Linear(3, 2)
+            self.conv, self.norm, self.other = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+            self.head = nn.Linear(2, 2)
 
         def forward(self, x):
             return self.head(self.other(self.norm(self.conv(self.norm(x)))).mean((2, 3)))
 
     module = Twice()
-    counts = {"norm.num_batches_tracked": 2, "same.num_batches_tracked": 2}
-    assert ModuleState.from_metadata(metadata(build(module, example=images()).model)).calls == counts
-    step = bnfuse.compile(build(module, example=images()).model, optimizer=bnfuse.SGD(lr=0.1), threads=1)
+    model = build(module, example=images()).model
+    assert ModuleState.from_metadata(metadata(model)).calls == {"norm.num_batches_tracked": 2}
+    step = bnfuse.compile(model, optimizer=bnfuse.SGD(lr=0.1), threads=1)
     for _ in range(3):
         module(images())
         step(images(), torch.zeros(len(images()), dtype=torch.int64))

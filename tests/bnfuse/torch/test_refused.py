@@ -198,6 +198,29 @@ def test_a_call_that_cannot_be_honoured_is_left_to_torch_where_that_is_asked_for
     assert fused(images()).grad_fn.name() != found[0].grad_fn.name()
 
 
+def test_weights_that_are_made_anew_by_a_hook_are_refused_and_by_a_parametrization_fused():
+    from fused_networks import distance, doubled, gradients, images
+    from torch import nn
+
+    import bnfuse.torch
+    from bnfuse.core.errors import BnfuseError
+
+    def net(norm):
+        return nn.Sequential(norm(nn.Conv2d(3, 4, 3, bias=False)), nn.BatchNorm2d(4), nn.ReLU())
+
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(BnfuseError, match=r"'0' has torch\.nn\.utils\.weight_norm, a hook"),
+    ):
+        bnfuse.torch.fuse(net(nn.utils.weight_norm), images())
+    module = net(nn.utils.parametrizations.weight_norm)
+    exact = doubled(module)
+    fused = bnfuse.torch.fuse(module, images())
+    for one, x in ((fused, images()), (exact, images().double())):
+        one(x).square().mean().backward()
+    assert distance(gradients(fused), gradients(exact)) < 1e-5
+
+
 def test_exporters_see_the_operators(fused):
     import torch
     from fused_networks import images
