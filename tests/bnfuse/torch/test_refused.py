@@ -206,11 +206,11 @@ def test_weights_that_are_made_anew_by_a_hook_are_refused_and_by_a_parametrizati
     from bnfuse.core.errors import BnfuseError
 
     def net(norm):
-        return nn.Sequential(norm(nn.Conv2d(3, 4, 3, bias=False)), nn.BatchNorm2d(4), nn.ReLU())
+        return nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Conv2d(4, 4, 1))
 
     with (
         pytest.warns(FutureWarning),
-        pytest.raises(BnfuseError, match=r"'0' has torch\.nn\.utils\.weight_norm, a hook"),
+        pytest.raises(BnfuseError, match=r"'0' has torch.nn.utils.weight_norm, "),
     ):
         bnfuse.torch.fuse(net(nn.utils.weight_norm), images())
     module = net(nn.utils.parametrizations.weight_norm)
