@@ -167,7 +167,7 @@ class Step(Hosted, Together, Updating):
     def twin(self) -> Step:
         """Make a step of the same programs, with memory of its own, in the state that the graph begins with."""
         first, *others = self._sizes.compiled
-        return Step(*first, *others, target=self.target, optimizer=self.optimizer, model=self.model)
+        return Step(*first, *others, target=self.target, optimizer=self.optimizer, model=self.model, world=self.world)
 
     @property
     def report(self) -> p.Report:
