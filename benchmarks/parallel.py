@@ -166,7 +166,7 @@ def measure(run: Run, case: Case) -> None:
     device = "cuda" if run.is_gpu else "cpu"
     together: dict[str, Any] = {}
     alone: dict[str, Any] = {}
-    for way in ways(args.level, args.bucket, world.size, sync=args.sync):
+    for way in ways(args.level, args.bucket, world.size, sync=args.sync, wire=args.wire):
         own = world if way.ranks > 1 else None
         if (found := run.made(way.name, lambda w=way, o=own: run.ours(model, case, w, feeds, o))) is not None:
             (together if way.ranks > 1 else alone)[way.name] = found
@@ -205,8 +205,7 @@ def base_of(name: str) -> str:
     """The name of the step without exchanges that one of several ranks is compared with."""
     if name.startswith("ddp"):
         return parallel_torch.alone_of(name)
-    words = [word for word in name.split("+") if not word.endswith("MB")]
-    return f"{'+'.join(words)} alone"
+    return f"{name.partition('+')[0]} alone"
 
 
 def taken(run: Run, alone: dict[str, Any], together: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
@@ -425,6 +424,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", action="append", metavar="NETWORK:BATCH", help="repeatable; the batch is a rank's")
     parser.add_argument("--level", action="append", help="repeatable; icf by default")
     parser.add_argument("--sync", action="store_true", help="SyncBN beside it")
+    parser.add_argument("--wire", action="store_true", help="gradients as bfloat16 between the GPUs beside it")
     parser.add_argument("--bucket", default="", help="MB of gradients in a message: 1,4,16")
     parser.add_argument("--precision", help="bf16 on GPUs, fp32 on CPUs")
     parser.add_argument("--against", help="of torch, see parallel_torch.py; 'none' for none of them")

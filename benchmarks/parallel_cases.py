@@ -45,13 +45,15 @@ class Way:
     level: str = LEVEL
     sync: bool = False
     bucket: int = BUCKET
+    wire: str = "fp32"
     ranks: int = 1
 
     @property
     def name(self) -> str:
         sync = "+sync" if self.sync else ""
         bucket = f"+{self.bucket / 2**20:g}MB" if self.bucket != BUCKET else ""
-        return f"{self.level}{sync}{bucket}" + (f" {ALONE}" if self.ranks == 1 else "")
+        wire = f"+{self.wire}" if self.wire != "fp32" else ""
+        return f"{self.level}{sync}{bucket}{wire}" + (f" {ALONE}" if self.ranks == 1 else "")
 
     @property
     def file(self) -> str:
@@ -65,15 +67,16 @@ def case_of(text: str) -> Case:
     return Case(network, int(batch), pixels, 10 if network in IMAGES else 1000)
 
 
-def ways(levels: list[str], buckets: list[float], ranks: int, *, sync: bool) -> list[Way]:
-    """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB, and SyncBN
-    beside it."""
+def ways(levels: list[str], buckets: list[float], ranks: int, *, sync: bool, wire: bool = False) -> list[Way]:
+    """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB; SyncBN
+    beside it, which alone is what it is without; and gradients as bfloat16 on the wire."""
     found = []
     for level in levels:
         found.append(Way(level))
         if ranks > 1:
             found += [Way(level, bucket=round(size * 2**20), ranks=ranks) for size in buckets or [BUCKET / 2**20]]
-            found += [Way(level, sync=True), Way(level, sync=True, ranks=ranks)] if sync else []
+            found += [Way(level, sync=True, ranks=ranks)] if sync else []
+            found += [Way(level, wire="bf16", ranks=ranks)] if wire else []
     return found
 
 
@@ -110,7 +113,7 @@ def compile_only(args: argparse.Namespace) -> None:
         model = training_model(case)
         if not (train := args.folder / f"{case.name}.train").exists():
             pack_model(model, train)
-        for way in ways(args.level, args.bucket, args.ranks, sync=args.sync):
+        for way in ways(args.level, args.bucket, args.ranks, sync=args.sync, wire=args.wire):
             path = args.folder / file_of(case, way, args.precision)
             if path.exists():
                 continue
@@ -136,5 +139,6 @@ def compiled(model: Any, case: Case, way: Way, target: str, args: argparse.Names
         evaluates=False,
         world=world,
         bucket=way.bucket,
+        wire=way.wire,
         **about,
     )

@@ -102,24 +102,37 @@ def schedule_of(program: p.Program, seconds: Sequence[float], name: str) -> Sche
             done += 1
             continue
         later = [one for one in launches[index + 1 :] if not one.exchanges]
-        first = (i for i, one in enumerate(later) if meets(program, one, launch))
+        needed = first_meeting(program, later, launch)
+        if regions_of(program, launch) == {p.WIRE} and needed < len(
+            later
+        ):  # its way back to float32 waits beside others
+            needed += 1 + first_meeting(program, later[needed + 1 :], later[needed])
         work = program.work_of(launch)
         assert work is not None
-        regions = {program.storages[buffer.storage].region for buffer in launch.buffers}
-        is_gradient = regions <= {p.GRADIENTS, p.ACCUMULATED}
+        is_gradient = regions_of(program, launch) <= {p.GRADIENTS, p.ACCUMULATED, p.WIRE}
         kind: Kind = "gather" if launch.kernel == p.GATHER else "gradients" if is_gradient else "sum"
-        exchanges.append(Exchange(kind, work.bytes, done, done + next(first, len(later))))
+        exchanges.append(Exchange(kind, work.bytes, done, done + needed))
     update = sum(not launch.exchanges and launch.phase != "update" for launch in launches)
     data = program.inputs[program.signature["data"][0]]
     return Schedule(name, data.shape[0], tuple(seconds), tuple(exchanges), update)
 
 
-def meets(program: p.Program, launch: p.Launch, exchange: p.Launch) -> bool:
-    """Tell whether a launch touches bytes that an exchange writes, or writes bytes that it reads."""
+def regions_of(program: p.Program, launch: p.Launch) -> set[str]:
+    """List the regions that a launch touches."""
+    return {program.storages[buffer.storage].region for buffer in launch.buffers}
+
+
+def first_meeting(program: p.Program, later: Sequence[p.Launch], launch: p.Launch) -> int:
+    """Find the place of the first of some launches that waits for one; their number where none does."""
+    return next((index for index, one in enumerate(later) if meets(program, one, launch)), len(later))
+
+
+def meets(program: p.Program, launch: p.Launch, earlier: p.Launch) -> bool:
+    """Tell whether a launch touches bytes that an earlier one writes, or writes bytes that it reads."""
     return any(
         (a.access, b.access) != ("in", "in") and overlap(program.storages[a.storage], program.storages[b.storage])
         for a in launch.buffers
-        for b in exchange.buffers
+        for b in earlier.buffers
     )
 
 
