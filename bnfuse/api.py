@@ -324,29 +324,39 @@ def run(
     threads: int | None = None,
     target: str | None = None,
     precision: str | None = None,
+    world: World | None = None,
     progress: Progress = quiet,
 ) -> list[float]:
     """Run some training steps: on shuffled batches of `data`, or on one random batch. Gives their losses.
 
     A graph is compiled for `target` (the CPU by default) with SGD, momentum 0.9; a compiled step has its own target and
-    optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. Raises
-    DivergedError where the state is not finite after the last step.
+    optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. In a `world`
+    each rank takes its part of every batch. Raises DivergedError where the state is not finite after the last step.
     """
     from bnfuse.training.run import Compiling, run_graph
+    from bnfuse.training.team import Team
 
-    check_whole("steps", steps, 1)
-    check_whole("seed", seed)
-    if lr is not None:
-        check_real("lr", lr)
-    require_apart(source, save_to)
-    if save_to is not None:
-        require_writable(save_to)
-    require_gpu(target, precision)
-    compiled = isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf"
+    team = Team(world)
+    progress = progress if team.leads else quiet
+
+    def opened() -> Any:
+        check_whole("steps", steps, 1)
+        check_whole("seed", seed)
+        if lr is not None:
+            check_real("lr", lr)
+        require_apart(source, save_to)
+        if save_to is not None and team.leads:
+            require_writable(save_to)
+        require_gpu(target, precision)
+        compiled = isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf"
+        return (
+            open_step(source, threads=threads, target=target, precision=precision) if compiled else open_graph(source)
+        )
+
     return run_graph(
-        open_step(source, threads=threads, target=target, precision=precision) if compiled else open_graph(source),
+        team.together(opened),
         data,
-        Compiling(target or "cpu", precision, threads=threads),
+        Compiling(target or "cpu", precision, None, threads, world, team.sharing),
         steps=steps,
         seed=seed,
         name=str(source),
@@ -375,6 +385,7 @@ def train(
     crop_share: float | None = None,
     mean: Any = None,
     std: Any = None,
+    world: World | None = None,
     progress: Progress = quiet,
     **options: Any,
 ) -> History:
@@ -387,7 +398,8 @@ def train(
     `weights` are values to begin with, a state_dict or what names one (a file .safetensors or .pt, "timm:NAME",
     "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). `skip_unreadable`,
     `stream`, `crop_share`, `mean` and `std` say how images are read: `load_data` says what they mean. `freeze` has
-    globs of parameters that are not trained. The others are those of `compile`.
+    globs of parameters that are not trained. In a `world` each rank takes its part of every batch and the first one
+    writes; the graph's batch is one rank's. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -395,25 +407,30 @@ def train(
     from bnfuse.runtime.program.optim import require_optimizer
     from bnfuse.training import Options
     from bnfuse.training.run import Compiling, train_graph
+    from bnfuse.training.team import Team
 
+    team = Team(world)
+    progress = progress if team.leads else quiet
     opening, asked = parted(options)
-    require_optimizer(optimizer)
     wanted = Options(epochs, **asked)
-    require_apart(source, wanted.save_to, wanted.metrics, wanted.plot, wanted.class_weights, export)
-    wanted.check()
-    if export is not None:
-        require_writable(export)
-    require_gpu(target, precision)
-    graph = frozen(open_graph(source, **opening), freeze)
-    if optimizer is not None:
-        check_globs(optimizer, graph.signature.trainable)
-    if weights is not None:
-        graph = weighted(graph, weights, loading, wanted, progress)
+
+    def opened() -> TrainingGraph:
+        require_optimizer(optimizer)
+        require_apart(source, wanted.save_to, wanted.metrics, wanted.plot, wanted.class_weights, export)
+        wanted.check(places=team.leads)
+        if export is not None and team.leads:
+            require_writable(export)
+        require_gpu(target, precision)
+        graph = frozen(open_graph(source, **opening), freeze)
+        if optimizer is not None:
+            check_globs(optimizer, graph.signature.trainable)
+        return graph if weights is None else weighted(graph, weights, loading, wanted, progress)
+
     return train_graph(
-        graph,
+        team.together(opened),
         data,
         wanted,
-        Compiling(target, precision, optimizer, threads),
+        Compiling(target, precision, optimizer, threads, world, team.sharing),
         export=export,
         reading={
             "skip_unreadable": skip_unreadable,

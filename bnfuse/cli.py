@@ -71,13 +71,13 @@ def run(arguments: list[str]) -> int:
         if interrupts.number or type(error).__name__ == "Abort":  # an interruption may come out as another error
             return stopped()
         if isinstance(error, BnfuseError):
-            return fail(str(error))
+            return fail(str(error), error=error)
         if isinstance(error, MemoryError):
             return fail("not enough memory. Pass a smaller --batch.")
         if isinstance(error, OSError):
             return fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         if line := usage_line(error):
-            return fail(line)
+            return fail(line, error=error)
         if os.environ.get("BNFUSE_DEBUG"):
             raise
         return fail(f"internal error, please report it: {type(error).__name__}: {error} (BNFUSE_DEBUG=1 shows where)")
@@ -88,8 +88,11 @@ def stopped() -> int:
     return fail(interrupts.name, interrupts.status) if interrupts.number else fail("interrupted", INTERRUPTED)
 
 
-def fail(message: str, status: int = 2) -> int:
-    """Print one line on stderr, whatever the message holds. Gives the status."""
+def fail(message: str, status: int = 2, error: Exception | None = None) -> int:
+    """Print one line on stderr, whatever the message holds; of several ranks one prints it. Gives the status."""
+    ranks = sys.modules.get("bnfuse.commands.worlds")  # not there where the commands themselves do not import
+    if ranks is not None and not (message := ranks.here.ending(one_line(message), status, error)):
+        return status
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # a bar may be there still
     print(f"{start}bnfuse: {one_line(message)}", file=sys.stderr)
     return status

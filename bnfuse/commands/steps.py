@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options, updates
+from bnfuse.commands import options, updates, worlds
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.text import Section, number, scaled
@@ -116,6 +116,9 @@ def run(
     skip_unreadable: options.SkipUnreadable = False,
     seed: options.Seed = 0,
     threads: options.Threads = None,
+    world: worlds.WorldOption = worlds.WorldName.auto,
+    world_timeout: worlds.WorldTimeout = None,
+    deterministic: worlds.Deterministic = False,
     json: options.Json = False,
 ) -> None:
     """Run some training steps and print their losses.
@@ -124,9 +127,11 @@ def run(
     bnfuse run step.bnf --steps 20
     bnfuse run fused.onnx --data digits --steps 100 --save state.safetensors
     bnfuse run fused.onnx --target cuda --precision bf16
+    mpirun -n 2 bnfuse run fused.onnx --data digits
     """
     from bnfuse import api
 
+    ranks = worlds.here.open(world, world_timeout, deterministic, target or "cpu")
     losses = api.run(
         source,
         data=data,
@@ -138,8 +143,11 @@ def run(
         skip_unreadable=skip_unreadable,
         seed=seed,
         threads=threads,
+        world=ranks,
         progress=Progress(),
     )
+    if not worlds.here.leads:
+        return
     if json:
         show_json({"losses": losses})
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options, recipes, updates
+from bnfuse.commands import options, recipes, updates, worlds
 from bnfuse.commands.config import Config, asked_for, written
 from bnfuse.commands.output import Progress, show, show_json
 
@@ -99,6 +99,9 @@ def train(
     std: options.Std = None,
     seed: options.Seed = 0,
     threads: options.Threads = None,
+    world: worlds.WorldOption = worlds.WorldName.auto,
+    world_timeout: worlds.WorldTimeout = None,
+    deterministic: worlds.Deterministic = False,
     json: options.Json = False,
     checkpoint: options.Checkpoint = None,
     data_input: options.DataInput = None,
@@ -121,10 +124,17 @@ def train(
     bnfuse train fused.onnx --data photos/ --weights timm:resnet50.a1_in1k --skip-head --lr 0.01
     bnfuse train fused.onnx --data photos/ --accumulate 8 --clip-norm 1 --ema 0.9998 --lr-of 'head.*=10'
     bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
+    mpirun -n 4 bnfuse train fused.onnx --data photos/ --save run/ --resume auto
+    torchrun --nproc-per-node 2 -m bnfuse train fused.onnx --data photos/ --target cuda --precision bf16
     """
     from bnfuse import api
 
-    recipe = updates.recipe(opt, lr_of, decay_of, layer_decay, clip_norm, clip_value, accumulate, ema, ema_warm_up)
+    ranks = worlds.here.open(world, world_timeout, deterministic, target)
+
+    def chosen() -> Any:
+        recipe = updates.recipe(opt, lr_of, decay_of, layer_decay, clip_norm, clip_value, accumulate, ema, ema_warm_up)
+        return api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or (), **recipe)
+
     history: Any = api.train(
         model,
         data,
@@ -132,7 +142,7 @@ def train(
         target=target,
         precision=precision,
         freeze=freeze or (),
-        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or (), **recipe),
+        optimizer=worlds.here.together(chosen),
         schedule=schedule,
         warm_up=warm_up,
         warm_up_lr=warm_up_lr,
@@ -167,11 +177,13 @@ def train(
         seed=seed,
         threads=threads,
         recorded=written(context.params),
+        world=ranks,
         progress=Progress(asked_for(context)),
         **options.loading(weights, skip_head, partial_weights),
         **options.opening(checkpoint, data_input, labels_input),
     )
-    show_json(history.to_json()) if json else show(history.sections())
+    if worlds.here.leads:
+        show_json(history.to_json()) if json else show(history.sections())
 
 
 class PartName(str, enum.Enum):

@@ -6,6 +6,8 @@ from __future__ import annotations
 class BnfuseError(Exception):
     """Bad use or bad input. The message names the file (where known), the node and its op, and says what to do."""
 
+    everywhere = False  # whether all ranks of a world raise it at the same place: one line is enough then
+
 
 class DivergedError(BnfuseError):
     """A training whose loss or parameters are no numbers any more: an outcome where trainings are compared."""

@@ -44,6 +44,7 @@ class Reading:
     workers: int | None = None
     seed: int = 0
     random_crops: bool = False
+    shared: bool = False
     bar: Bar | None = None
 
     def check(self) -> None:

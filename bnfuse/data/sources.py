@@ -64,6 +64,7 @@ def load_data(
     mean: Any = None,
     std: Any = None,
     random_crops: bool = False,
+    shared: bool = False,
     progress: Progress = quiet,
 ) -> Dataset:
     """Read images by name (`digits`, `fashion-mnist`), of an .npz file, of a folder with a folder for each class, of
@@ -83,12 +84,13 @@ def load_data(
                      the training images, of streamed ones of some of them
     random_crops     training draws a part of each image: folders are streamed then, so that it is one of the whole
                      image, and the crop share is 0.875 where none is given
+    shared           each of several ranks takes a part of the images: folders are streamed then
     progress         hears by its bar how many images have been looked at, where they are streamed
 
     Raises BnfuseError with one line that names the file. docs/training.md
     """
     reading = Reading(
-        image, channels, fit, crop_share, skip_unreadable, stream, workers, seed, random_crops, bar_of(progress)
+        image, channels, fit, crop_share, skip_unreadable, stream, workers, seed, random_crops, shared, bar_of(progress)
     )
     reading.check()
     if classes is not None and not 1 <= classes <= SIZES:
@@ -144,9 +146,8 @@ def _folder(path: Path, reading: Reading) -> Raw:
     listing = listing_of(path)
     image, channels = reading.image, reading.channels
     can = image is not None and channels in (1, 3) and reading.fit != "pad"
-    if reading.stream or (
-        can and (reading.random_crops or not fits_memory(listing.count, channels or 1, image or 1, image or 1))
-    ):
+    of_parts = reading.random_crops or reading.shared  # of images, or of the folder
+    if reading.stream or (can and (of_parts or not fits_memory(listing.count, channels or 1, image or 1, image or 1))):
         return streamed_folder(listing, reading)
     return image_folder(listing, image, channels, reading.fit, reading.share, skip_unreadable=reading.skip_unreadable)
 

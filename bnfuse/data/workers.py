@@ -19,9 +19,10 @@ MOST = 64  # more of them wait for Python's lock
 IN_HAND = 4  # tasks for each worker that are handed out at once
 
 
-def default_workers(busy: int = 0) -> int:
-    """Choose how many decode: as many as there are cores that nobody else keeps busy, one at least."""
-    return max(1, min(MOST, usable_cpus() - busy))
+def default_workers(busy: int = 0, sharing: int = 1) -> int:
+    """Choose how many decode: as many as there are cores that nobody else keeps busy, one at least. Of processes that
+    share the cores each has its part of them."""
+    return max(1, min(MOST, usable_cpus() // sharing - busy))
 
 
 def threads(count: int) -> ThreadPoolExecutor:

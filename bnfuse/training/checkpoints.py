@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx
+
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.tensor_files import read_metadata
 from bnfuse.data import Dataset
@@ -34,6 +36,8 @@ VERSION = 1
 LAST, BEST, LOCK = "last.safetensors", "best.safetensors", ".lock"
 HASHED = ("model", "data")  # settings that are digests: of no use to people
 UNTOLD = ("mean", "std")  # what runs of earlier versions do not tell
+COUNTS = ("count", "elements", "extent", "first", "samples")  # attributes that follow from the batch
+WEIGHTS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,19 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a run's batches are divided: over how many ranks, and how many images each of them takes. `network` is a
+    digest of what the graphs for all of these have in common."""
+
+    ranks: int = 1
+    batch: int = 0
+    network: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.ranks} rank{'' if self.ranks == 1 else 's'} of {self.batch} images"
+
+
+@dataclasses.dataclass(frozen=True)
 class Saved:
     """What a checkpoint says of its run beside the tensors."""
 
@@ -56,6 +73,7 @@ class Saved:
     settings: dict[str, Any]
     machine: str
     loss_scale: float
+    layout: Layout | None = None  # of files that know of none the run was of one process
 
     def to_json(self) -> str:
         """Write it as it stands in the checkpoint's metadata."""
@@ -71,7 +89,8 @@ class Saved:
             settings, machine = fields["settings"], fields["machine"]
             if not isinstance(settings, dict) or not isinstance(machine, str):
                 raise ValueError("its settings are none")
-            return cls(position_from(fields["position"]), settings, machine, finite(fields["loss_scale"]))
+            position, scale = position_from(fields["position"]), finite(fields["loss_scale"])
+            return cls(position, settings, machine, scale, layout_from(fields.get("layout")))
         except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__} {error}") from None
 
@@ -84,6 +103,16 @@ def position_from(fields: Mapping[str, Any]) -> Position:
         raise ValueError("its place in the run is none")
     seconds, waited = finite(fields["seconds"]), finite(fields.get("waited", 0.0))
     return Position(epoch, step, finite(fields["loss_sum"]), seconds, waited, history)
+
+
+def layout_from(fields: Mapping[str, Any] | None) -> Layout | None:
+    """Read a layout from JSON's types. Raises ValueError, TypeError or KeyError where they are something else."""
+    if fields is None:
+        return None
+    found = Layout(fields["ranks"], fields["batch"], fields["network"])
+    if type(found.ranks) is not int or type(found.batch) is not int or not isinstance(found.network, str):
+        raise ValueError("its layout is none")
+    return found
 
 
 def finite(value: Any) -> float:
@@ -163,12 +192,21 @@ def read_saved(path: Path) -> Saved:
         raise BnfuseError(f"{path}: its {KEY} metadata is damaged ({error}): start anew in another folder") from None
 
 
-def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, steps: int) -> tuple[Position, str | None]:
-    """Put the step where the run of a checkpoint stands. Gives that place, and a note where bits may differ.
+def restore(
+    step: Step, path: Path, settings: dict[str, Any], machine: str, steps: int, layout: Layout | None = None
+) -> tuple[Position, tuple[str, ...]]:
+    """Put the step where the run of a checkpoint stands. Gives that place, and notes where bits may differ.
 
-    `steps` are those of an epoch.
+    `steps` are those of an epoch. A run may go on over another number of ranks, at the same batch of all of them: its
+    network is told by what graphs for any number have in common.
     """
     saved = read_saved(path)
+    moved = layout is not None and layout != (saved.layout or dataclasses.replace(layout, ranks=1))
+    if moved and layout is not None and settings.get("batch") == saved.settings.get("batch"):
+        if saved.layout is None:
+            raise BnfuseError(f"{path}: is a run of an older bnfuse: continue it in one process, as it began")
+        if layout.network == saved.layout.network:
+            saved = dataclasses.replace(saved, settings={**saved.settings, "model": settings.get("model")})
     for name in sorted({*settings, *saved.settings}):
         now, then = settings.get(name), saved.settings.get(name)
         if now != then:
@@ -187,8 +225,15 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, step
         raise BnfuseError(f"{path}: lacks the optimiser's state, which a run needs to go on: start anew from the file")
     if step.target.precision == "fp16":
         step.loss_scale = saved.loss_scale
-    differs = f"the run began on {saved.machine} and goes on with {machine}: the last bits may differ"
-    return saved.position, differs if saved.machine != machine else None
+    notes = []
+    if saved.machine != machine:
+        notes.append(f"the run began on {saved.machine} and goes on with {machine}: the last bits may differ")
+    if moved and saved.layout is not None:
+        notes.append(
+            f"the run was of {saved.layout} and goes on with {layout}: sums are taken in another order, and BatchNorms "
+            "that are not synchronised take their statistics from the images of a rank"
+        )
+    return saved.position, tuple(notes)
 
 
 def load_finite(step: Step, path: str | os.PathLike[str]) -> None:
@@ -206,6 +251,22 @@ def machine_of(step: Step) -> str:
 def digest_of_model(step: Step) -> str:
     """Digest the model that the step was compiled from: 16 hex digits."""
     return hashlib.sha256(step.model).hexdigest()[:16]
+
+
+def digest_of_network(step: Step) -> str:
+    """Digest what the graphs of one network have in common at any batch, 16 hex digits: its nodes, with all attributes
+    but counts, and its values but those that shapes and counts follow from."""
+    graph = onnx.ModelProto.FromString(step.model).graph
+    found = hashlib.sha256()
+    for node in graph.node:
+        told = (node.domain, node.op_type, list(node.input), list(node.output))
+        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute if a.name not in COUNTS)
+        found.update(repr((told, attributes)).encode(errors="backslashreplace"))
+    for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):
+        if tensor.data_type in WEIGHTS and tensor.dims:
+            array = onnx.numpy_helper.to_array(tensor)
+            found.update(repr((tensor.name, array.shape)).encode(errors="backslashreplace") + array.tobytes())
+    return found.hexdigest()[:16]
 
 
 def digest_of_data(data: Dataset) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.data import Dataset, batches, load_data
+from bnfuse.data import Dataset, load_data
 from bnfuse.data.augment import Augment
 from bnfuse.data.dataset import check_all_labels
 from bnfuse.data.loaders import LoadedImages, dataset_of, loaders_in
@@ -26,25 +26,27 @@ from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
 from bnfuse.training.labelling import Labelling, Recipe
 from bnfuse.training.loading import Loader, fed
-from bnfuse.training.scoring import Evaluation, evaluate_batches
+from bnfuse.training.scoring import Evaluation, evaluate_batches, merged
+from bnfuse.training.team import ALONE, Team
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
 
-def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float]:
-    """Run `steps` steps on shuffled batches of the data, or on one random batch. Gives their losses."""
+def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0, team: Team = ALONE) -> list[float]:
+    """Run `steps` steps on shuffled batches of the data, or on one random batch. Gives their losses. Of several ranks
+    each takes its part of every batch."""
     if data is None:
-        feeds = random_feeds(step, np.random.default_rng(seed))
+        feeds = random_feeds(step, np.random.default_rng([seed, team.rank] if team.rank else seed))
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
     found = data_for(step, data)
-    Loader(found, batch_of(step))  # complains where no batch is full
+    loader = Loader(found, batch_of(step), seed, rank=team.rank, size=team.size)  # complains where no batch is full
     if isinstance(found.train_x, LoadedImages):
-        made = Loader(found, batch_of(step), seed).batches(1, steps)  # an epoch has one batch at the least
+        made = loader.batches(1, steps)  # an epoch has one batch at the least
         some = itertools.islice(((batch.x, batch.y) for batch in made), steps)
     else:
-        epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
-        some = itertools.islice(itertools.chain.from_iterable(epochs), steps)
+        chosen = itertools.islice((loader.part(places) for _, _, places in loader.places(1, steps)), steps)
+        some = ((found.train_x[places], found.train_y[places]) for places in chosen)
     labelling, names = labelling_of(step, found, Recipe()), label_inputs(step)
     return [step(x, *fed_labels(y if labelling is None else labelling.rows(y), names)) for x, y in some]
 
@@ -133,13 +135,21 @@ def evaluate_data(
     *,
     normalise: bool = False,
     ema: bool = False,
+    team: Team = ALONE,
 ) -> Evaluation:
     """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
-    is; with `ema` by the average of the weights."""
+    is; with `ema` by the average of the weights. Of several ranks each evaluates its share of the images, and all get
+    what it comes to; what one complains of is raised on all."""
     images, labels = part or data.held_out
+    own = team.share(len(labels), batch_of(step))
+    if team.size > 1:  # DataLoaders are one process's
+        streamed = isinstance(images, StreamedImages)
+        images = images.take(np.arange(len(labels))[own]) if streamed else images[own]
+        labels = labels[own]
     made = ((fed(data, x, normalise), y) for x, y in slices(images, labels, batch_of(step)))
     logits_of = functools.partial(step.evaluate, ema=True) if ema else step.evaluate
-    return evaluate_batches(logits_of, made, names=data.class_names, ignored=ignored_by(step))
+    evaluate = functools.partial(evaluate_batches, logits_of, made, names=data.class_names, ignored=ignored_by(step))
+    return merged(team.gathered(team.together(evaluate)))
 
 
 def slices(images: Any, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -63,6 +63,7 @@ class History:
     test_loss: float | None = None
     test_top5: float | None = None
     pipeline: Pipeline | None = None  # of images that are decoded, or changed as pictures
+    ranks: int = 1  # how many processes trained it
 
     @property
     def accuracy(self) -> float:
@@ -91,6 +92,7 @@ class History:
                 "top5": self.test_top5,
             },
             "stopped": self.stopped,
+            "ranks": self.ranks,
             "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
         }
@@ -115,7 +117,8 @@ class History:
         ]
         more = (("average's", averaged), ("top 5", five), ("mean IoU", maps))
         columns = ("epoch", "loss", "accuracy", *(name for name, shown in more if shown), "lr", "time")
-        title = f"Trained on {self.images:,} images, {self.held_out:,} held out"
+        by = f" by {self.ranks} ranks" if self.ranks > 1 else ""
+        title = f"Trained{by} on {self.images:,} images, {self.held_out:,} held out"
         found = [Section.table(title, columns, rows)]
         if self.test_accuracy is not None:
             line = f"{percent(self.test_accuracy)} right on {self.tested:,} images, by the network of the last epoch"

@@ -92,10 +92,11 @@ class Labelling:
         for batch in batches:
             mix = self.mixing.drawn(batch.x.shape, seed=seed, epoch=batch.epoch, index=batch.index)
             x = np.ascontiguousarray(mix.images(batch.x))
-            yield dataclasses.replace(batch, x=x, y=self.rows(batch.y, mix))
+            yield dataclasses.replace(batch, x=x, y=self.rows(batch.y, mix, batch.all_y))
 
-    def rows(self, labels: np.ndarray, mix: Mix | None = None) -> np.ndarray:
-        """Give labels int64 [B] as float32 [B, classes]."""
+    def rows(self, labels: np.ndarray, mix: Mix | None = None, everyone: np.ndarray | None = None) -> np.ndarray:
+        """Give labels int64 [B] as float32 [B, classes]. Where the batch is a part of one, `everyone` has the labels of
+        all of it int64 [N]: weighed by their weights, the mean over the parts is that of the whole batch."""
         rows = np.zeros((len(labels), self.classes))
         rows[np.arange(len(labels)), labels] = 1.0
         if self.mixing.is_asked:
@@ -104,10 +105,11 @@ class Labelling:
         if self.weights is None:
             return self._smooth(rows).astype(np.float32)
         own = self.weights[labels]
-        if not own.sum():  # torch's loss is 0/0 then
+        total = own if everyone is None else self.weights[everyone]
+        if not total.sum():  # torch's loss is 0/0 then
             return np.zeros_like(rows, np.float32)
         weighed = (1 - self.smoothing) * own[:, None] * rows + self.smoothing / self.classes * self.weights
-        return (weighed * (len(labels) / own.sum())).astype(np.float32)
+        return (weighed * (len(total) / total.sum())).astype(np.float32)
 
     def __str__(self) -> str:
         """Say all that decides the numbers."""

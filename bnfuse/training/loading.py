@@ -33,13 +33,17 @@ class Batch:
     index: int  # in the epoch, from 0
     x: np.ndarray
     y: np.ndarray
+    all_y: np.ndarray | None = None  # of several ranks: the labels of the batch that theirs make up, in its order
 
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
     """Batches of the training part. Images that fill no batch are a smaller one at the end of the epoch where `partial`
     says so, else they wait for the next epoch's order. What changes whole batches, as mixing images does, goes around
-    `batches`, by the epoch and the index of each."""
+    `batches`, by the epoch and the index of each.
+
+    Of `size` ranks each makes its part of every batch: in their order the parts are the batch of `size` times `batch`
+    images that one process would make."""
 
     data: Dataset
     batch: int
@@ -48,38 +52,53 @@ class Loader:
     normalise: bool = False  # by the data's mean and std, in front of the augmentation: its padding is the mean
     partial: bool = False
     workers: int = 1
+    rank: int = 0
+    size: int = 1  # how many ranks there are
 
     def __post_init__(self) -> None:
-        if not self.partial and not 1 <= self.batch <= len(self.data.train_y):
-            count = len(self.data.train_y)
+        count = len(self.data.train_y)
+        if not self.partial and not 1 <= self.whole <= count:
+            what = f"{self.whole} ({self.size} ranks of {self.batch})" if self.size > 1 else f"{self.batch}"
+            most = f"{count // self.size} or less" if self.size <= count else "1, for fewer ranks"
             raise BnfuseError(
-                f"{self.data.name}: {count} images do not fill a batch of {self.batch}, and the graph's batch is fixed"
-                f": build it with --batch {count} or less"
+                f"{self.data.name}: {count} images do not fill a batch of {what}, and the graph's batch is fixed"
+                f": build it with --batch {most}"
+            )
+        if self.partial and count % self.whole % self.size:
+            raise BnfuseError(
+                f"{self.data.name}: the last {count % self.whole} images of an epoch cannot be dealt to {self.size} "
+                "ranks alike: leave them out with --last-batch drop, or take another number of ranks"
             )
         require_colours(self.data, self.augment)
         self._check_loaded()
 
     @property
+    def whole(self) -> int:
+        """How many images the parts of all ranks have together."""
+        return self.batch * self.size
+
+    @property
     def steps(self) -> int:
         """Of an epoch."""
-        return len(self.data.train_y) // self.batch + (self.rest > 0)
+        return len(self.data.train_y) // self.whole + (self.rest > 0)
 
     @property
     def rest(self) -> int:
-        """Size of the smaller batch at the end of an epoch; 0 where there is none."""
-        return len(self.data.train_y) % self.batch if self.partial else 0
+        """Size of the smaller batch at the end of an epoch, of this rank's part of it; 0 where there is none."""
+        return len(self.data.train_y) % self.whole // self.size if self.partial else 0
 
     def images(self, steps: int) -> int:
-        """How many images the first `steps` steps of an epoch have."""
-        return min(steps * self.batch, len(self.data.train_y))
+        """How many images the first `steps` steps of an epoch have, of all ranks."""
+        return min(steps * self.whole, len(self.data.train_y))
 
     @property
     def about(self) -> str:
         """What an epoch is, in a line."""
-        rest, full = len(self.data.train_y) % self.batch, len(self.data.train_y) // self.batch
+        rest, full = len(self.data.train_y) % self.whole, len(self.data.train_y) // self.whole
+        of = f"{self.whole} ({self.size} ranks of {self.batch})" if self.size > 1 else f"{self.batch}"
         if self.rest:
-            return f"{full} batch{'' if full == 1 else 'es'} of {self.batch} and one of {self.rest} an epoch"
-        whole = f"{self.steps} batch{'' if self.steps == 1 else 'es'} of {self.batch} an epoch"
+            return f"{full} batch{'' if full == 1 else 'es'} of {of} and one of {self.rest * self.size} an epoch"
+        whole = f"{self.steps} batch{'' if self.steps == 1 else 'es'} of {of} an epoch"
         waiting = "1 image waits" if rest == 1 else f"{rest} images wait"
         return f"{whole}; {waiting} for the next epoch's order" if rest else whole
 
@@ -109,6 +128,11 @@ class Loader:
         x = self.data.train_x
         if not isinstance(x, LoadedImages):
             return
+        if self.size > 1:
+            raise BnfuseError(
+                f"{x.name}: does not tell which images are in a batch, so {self.size} ranks cannot share it: give the "
+                "images as a folder, a file or arrays"
+            )
         if x.batch not in (None, self.batch):
             raise BnfuseError(
                 f"{x.name}: gives batches of {x.batch}, the graph takes {self.batch}: give it batch_size={self.batch}"
@@ -135,22 +159,32 @@ class Loader:
                     f"{images.name}: gave {count} batches in epoch {epoch}, and {self.steps} are expected"
                 )
 
-    def _places(self, first: int, last: int, skip: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """List epoch, index and the images of each batch."""
+    def places(self, first: int, last: int, skip: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """List epoch, index and the images of each batch, those of all ranks."""
         for epoch in range(first, last + 1):
             order = self.order(epoch)
             for index in range(skip if epoch == first else 0, self.steps):
-                yield epoch, index, order[index * self.batch : (index + 1) * self.batch]
+                yield epoch, index, order[index * self.whole : (index + 1) * self.whole]
+
+    def part(self, chosen: np.ndarray) -> np.ndarray:
+        """Give this rank's part of the places of a batch."""
+        count = len(chosen) // self.size
+        return chosen[self.rank * count : (self.rank + 1) * count]
+
+    def _made(self, epoch: int, index: int, chosen: np.ndarray, x: np.ndarray) -> Batch:
+        """Put the images of this rank's part and its labels together."""
+        everyone = self.data.train_y[chosen] if self.size > 1 and scored(self.data.train_y[:1]).ndim == 1 else None
+        return Batch(epoch, index, x, self.labels(self.part(chosen), epoch), everyone)
 
     def _in_memory(self, first: int, last: int, skip: int) -> Iterator[Batch]:
-        for epoch, index, chosen in self._places(first, last, skip):
-            yield Batch(epoch, index, self.maker.made(chosen, epoch), self.labels(chosen, epoch))
+        for epoch, index, chosen in self.places(first, last, skip):
+            yield self._made(epoch, index, chosen, self.maker.made(self.part(chosen), epoch))
 
     def _by_workers(self, first: int, last: int, skip: int) -> Iterator[Batch]:
-        places = self._places(first, last, skip)
-        wanted = (((epoch, index), chosen, epoch) for epoch, index, chosen in places)
-        for (epoch, index), chosen, x in batches_made(self.maker, self.workers, self.batch, wanted):
-            yield Batch(epoch, index, x, self.labels(chosen, epoch))
+        places = self.places(first, last, skip)
+        wanted = (((epoch, index, chosen), self.part(chosen), epoch) for epoch, index, chosen in places)
+        for (epoch, index, chosen), _, x in batches_made(self.maker, self.workers, self.batch, wanted):
+            yield self._made(epoch, index, chosen, x)
 
     def labels(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
         """Give the labels of images; those of pixels are mirrored where the images are."""

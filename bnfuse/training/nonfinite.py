@@ -8,7 +8,7 @@ infinite element has no finite mean), and the logits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import onnx
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
 TOO_FAST = "Use a smaller --lr or a --warm-up"
+ELSEWHERE = "that of this rank's images is finite"
 Arrays = Mapping[str, np.ndarray]
+
+
+def complain(
+    step: Step, loss: float, images: np.ndarray, *labels: np.ndarray, epoch: int, index: int, lr: float
+) -> NoReturn:
+    """Raise the error of a loss of nan or inf, which is a mean over the ranks: of which one it comes its own tells."""
+    if step.world is not None and np.isfinite(step.outputs[step.program.signature["loss"]]).all():
+        raise DivergedError(f"the loss is {loss} in step {index} (epoch {epoch}), and {ELSEWHERE}. {TOO_FAST}.")
+    raise error_of(step, loss, images, *labels, epoch=epoch, index=index, lr=lr)
 
 
 def error_of(

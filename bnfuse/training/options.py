@@ -135,8 +135,16 @@ class Options:
             return None
         return Path(os.fspath(self.resume))  # type: ignore[arg-type]
 
-    def check(self) -> None:
-        """Raise BnfuseError for the first option that is impossible, alone or beside the others; makes the folder."""
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """What must be the same where several ranks train together, as text: all but the places, which are the first
+        one's, and the workers of each."""
+        places = ("save_to", "resume", "metrics", "tensorboard", "plot", "recorded", "workers", "class_weights")
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in places}
+
+    def check(self, *, places: bool = True) -> None:
+        """Raise BnfuseError for the first option that is impossible, alone or beside the others; makes the folder.
+        Without `places` nothing is asked of files and folders, which are another rank's."""
         for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience", "workers", "mixup_off_epoch"):
             value = getattr(self, name)
             if value is not None or name in ("epochs", "eval_every"):
@@ -154,7 +162,8 @@ class Options:
         self.recipe.check()
         if schedule.warm_up >= self.epochs and schedule.needs_end:
             raise BnfuseError(f"a warm-up of {schedule.warm_up:g} epochs leaves none of {self.epochs} to the schedule")
-        self._check_places()
+        if places:
+            self._check_places()
 
     def _check_places(self) -> None:
         if self.automatic and self.folder is None:

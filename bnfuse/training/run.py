@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,11 @@ from bnfuse.training.loading import Loader, require_colours
 from bnfuse.training.loop import train_by
 from bnfuse.training.nonfinite import require_finite_state
 from bnfuse.training.options import Options
+from bnfuse.training.team import ALONE, Team
 from bnfuse.training.updates import require_updates
 
 if TYPE_CHECKING:
+    from bnfuse.parallel.world import World
     from bnfuse.runtime import Step
     from bnfuse.runtime.program.optim import Optimizer
 
@@ -53,6 +56,8 @@ class Compiling:
     precision: str | None = None
     optimizer: Optimizer | None = None
     threads: int | None = None
+    world: World | None = None
+    sharing: int = 1  # how many ranks have the processors of this one
 
     @property
     def highest_rate(self) -> float:
@@ -62,7 +67,15 @@ class Compiling:
     @property
     def workers(self) -> int:
         """How many threads may decode images beside the step."""
-        return default_workers(1 if self.target.startswith("cuda") else self.threads or physical_cores())
+        busy = 1 if self.target.startswith("cuda") else self.own_threads or physical_cores()
+        return default_workers(busy, self.sharing)
+
+    @property
+    def own_threads(self) -> int | None:
+        """How many threads the kernels have: as is asked for, or this rank's share of the cores; None for all."""
+        if self.threads is not None or self.sharing == 1:
+            return self.threads
+        return max(1, physical_cores() // self.sharing)
 
     def step(self, graph: TrainingGraph, progress: Progress, batches: Sequence[int] = ()) -> Step:
         """Compile the graph, for several `batches` if they are given; `progress` hears of each kernel by its bar."""
@@ -72,10 +85,11 @@ class Compiling:
             graph,
             target=self.target,
             optimizer=self.optimizer or default_optimizer(),
-            threads=self.threads,
+            threads=self.own_threads,
             progress=bar_of(progress),
             precision=self.precision,
             batches=batches,
+            world=self.world,
         )
 
 
@@ -100,53 +114,88 @@ def train_graph(
 
     `export` is the file that gets the trained network for inference, with what images must be normalised by.
     `reading` has options of `load_data`. Raises BnfuseError for data, options and states that do not fit before
-    anything is compiled.
+    anything is compiled; of a world, on all ranks for what one of them finds.
     """
+    compiling = compiling or Compiling()
+    team = Team(compiling.world)
+    look = functools.partial(looked_at, graph, data, options, compiling, export, reading, progress, team)
+    ready = team.together(look)
+    progress(f"preparing {graph.name}")
+    step = team.together(lambda: compiling.step(ready.graph, progress, ready.batches))
+    progress(f"{step.report.kernels} kernels, {step.target.place}")
+    if kept := [f"{what} {scaled(size, 'B')}" for what, size in step.kept_bytes.items()]:
+        progress(f"memory of updates: {', '.join(kept)}")
+    history = train_by(options, step, ready.data, progress=progress, normalise=not ready.given)
+    if export is not None and team.leads:
+        export_trained(step, ready, export, progress)
+    return history
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a training begins with, when nothing is wrong with it: the graph as it is trained, data that were `given`
+    as they are fed or else are normalised, and the sizes of batches."""
+
+    graph: TrainingGraph
+    data: Dataset
+    given: bool
+    batches: tuple[int, ...]
+
+
+def looked_at(
+    graph: TrainingGraph,
+    data: Any,
+    options: Options,
+    compiling: Compiling,
+    export: str | Path | None,
+    reading: Mapping[str, Any] | None,
+    progress: Progress,
+    team: Team,
+) -> Ready:
+    """Look at all that can be wrong before anything is compiled."""
     from bnfuse.runtime.lowering.inference import require_inference
 
     require_loss(graph)
     data = with_loaders(graph, data)
     require_loaded(data, options)
-    given = isinstance(data, Dataset)
-    compiling = compiling or Compiling()
-    asked = dict(reading or {})
+    asked, given = dict(reading or {}), isinstance(data, Dataset)
     if not given:
         workers = options.workers or compiling.workers
-        asked |= {"random_crops": options.changes.scale is not None, "workers": workers, "progress": progress}
+        asked |= {"random_crops": options.changes.scale is not None, "shared": team.size > 1}
+        asked |= {"workers": workers, "progress": progress}
     found = raw_data_for(graph, data, **asked)
     require_colours(found, options.changes)
-    tell_of(found, graph, progress, options.partial)
+    tell_of(found, graph, progress, options.partial, team)
     options.rates.check(compiling.highest_rate)
     if not options.recipe.is_plain and not takes_probabilities(graph):
         graph = with_soft_labels(graph)
     labelling_of(graph, found, options.recipe)
     require_followed(found, options.changes)
-    batches = last_batches(graph, found, options.partial)
-    require_updates(compiling.optimizer, Loader(found, graph.batch, partial=options.partial).steps)
-    require_state(graph, options.started_from)
+    loader = Loader(found, graph.batch, partial=options.partial, rank=team.rank, size=team.size)
+    batches = last_batches(graph, loader)
+    require_updates(compiling.optimizer, loader.steps)
+    require_state(graph, options.started_from if team.leads else None)
     if export is not None:
         require_exportable(graph)
     if len(found.test_y):
         require_inference(graph)
-    progress(f"preparing {graph.name}")
-    step = compiling.step(graph, progress, batches)
-    progress(f"{step.report.kernels} kernels, {step.target.place}")
-    if kept := [f"{what} {scaled(size, 'B')}" for what, size in step.kept_bytes.items()]:
-        progress(f"memory of updates: {', '.join(kept)}")
-    history = train_by(options, step, found, progress=progress, normalise=not given)
-    if export is not None:
-        mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
-        share = None if given else found.crop_share
-        averaged = step.optimizer is not None and step.optimizer.ema is not None
-        state = step.state_dict(ema=True) if averaged else None
-        fixed = export_model(
-            step, export, state=state, mean=mean, std=std, scale=scale, classes=found.class_names, crop_share=share
-        )
-        if averaged:
-            progress(f"{export} has the average of the weights")
-        if fixed is not None:
-            progress(f"note: {export} takes {graph.batch} images at a time: {fixed}")
-    return history
+    return Ready(graph, found, given, batches)
+
+
+def export_trained(step: Step, ready: Ready, export: str | Path, progress: Progress) -> None:
+    """Write the trained network, by the average of its weights where there is one."""
+    data = ready.data
+    mean, std, scale = (None, None, None) if ready.given else (data.mean, data.std, data.scale)
+    share = None if ready.given else data.crop_share
+    averaged = step.optimizer is not None and step.optimizer.ema is not None
+    state = step.state_dict(ema=True) if averaged else None
+    fixed = export_model(
+        step, export, state=state, mean=mean, std=std, scale=scale, classes=data.class_names, crop_share=share
+    )
+    if averaged:
+        progress(f"{export} has the average of the weights")
+    if fixed is not None:
+        progress(f"note: {export} takes {ready.graph.batch} images at a time: {fixed}")
 
 
 def run_graph(
@@ -165,21 +214,31 @@ def run_graph(
     """Give the losses of some steps on shuffled batches of `data`, or on one random batch where it is None.
 
     `name` is what `progress` hears the source called. Raises DivergedError where the state is not finite in the end.
+    Of a world each rank takes its part of every batch, and the first one saves.
     """
-    require_loss(source)
-    if data is not None:
-        data = data_for(source, with_loaders(source, data), **(reading or {}))
-        tell_of(data, source, progress)
+    team = Team(compiling.world)
+
+    def looked_at() -> Any:
+        require_loss(source)
+        if team.size > 1 and not isinstance(source, TrainingGraph):
+            raise BnfuseError(f"{name}: was compiled for one process: give {team.size} ranks the training graph")
+        if isinstance(source, TrainingGraph):
+            source.state()  # complains of values that are missing before the work, not after it
+        if data is None:
+            return None
+        found = data_for(source, with_loaders(source, data), **(reading or {}))
+        tell_of(found, source, progress, team=team)
+        return found
+
+    found = team.together(looked_at)
     progress(f"preparing {name}")
-    if isinstance(source, TrainingGraph):
-        source.state()  # complains of values that are missing before the work, not after it
-        source = compiling.step(source, progress)
+    step = team.together(lambda: compiling.step(source, progress)) if isinstance(source, TrainingGraph) else source
     if lr is not None:
-        source.lr = lr
-    losses = run_steps(source, data, steps=steps, seed=seed)
-    require_finite_state(source, where=f"step {steps}", lr=source.lr)
-    if save_to is not None:
-        source.save(save_to)
+        step.lr = lr
+    losses = run_steps(step, found, steps=steps, seed=seed, team=team)
+    team.together(lambda: require_finite_state(step, where=f"step {steps}", lr=step.lr))
+    if save_to is not None and team.leads:
+        step.save(save_to)
     return losses
 
 
@@ -208,9 +267,9 @@ def require_loss(source: TrainingGraph | Step) -> None:
         )
 
 
-def last_batches(graph: TrainingGraph, data: Dataset, partial: bool) -> tuple[int, ...]:
+def last_batches(graph: TrainingGraph, loader: Loader) -> tuple[int, ...]:
     """List the batch sizes of a training. Raises BnfuseError where the graph has no batch of what is left."""
-    rest = Loader(data, graph.batch, partial=partial).rest
+    rest = loader.rest
     if not rest:
         return (graph.batch,)
     try:
@@ -220,7 +279,9 @@ def last_batches(graph: TrainingGraph, data: Dataset, partial: bool) -> tuple[in
     return graph.batch, rest
 
 
-def tell_of(data: Dataset, source: TrainingGraph | Step, progress: Progress, partial: bool = False) -> None:
+def tell_of(
+    data: Dataset, source: TrainingGraph | Step, progress: Progress, partial: bool = False, team: Team = ALONE
+) -> None:
     """Say what the data are, and what an epoch of them is."""
-    for line in (*data.about, Loader(data, batch_of(source), partial=partial).about):
+    for line in (*data.about, Loader(data, batch_of(source), partial=partial, size=team.size).about):
         progress(line)

@@ -7,7 +7,7 @@ found.accuracy, found.top5, found.balanced_accuracy, found.mean_iou, found.confu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,23 @@ def evaluate_batches(
     five = counts.five if counts.classes > FIVE and not maps else None
     pixels = counts.all if maps else None
     return Evaluation(images, counts.right, loss / max(counts.all, 1), five, pixels, counts.confusion, names)
+
+
+def merged(parts: Sequence[Evaluation]) -> Evaluation:
+    """Put evaluations of parts of the images together, as if all had been evaluated at once."""
+    some = [part for part in parts if part.images]
+    if len(some) < 2:
+        return some[0] if some else parts[0]
+    counted = sum(part.counted for part in some)
+    loss = sum(part.loss * part.counted for part in some) / max(counted, 1)
+    five, pixels = (
+        None if any(getattr(part, name) is None for part in some) else sum(getattr(part, name) for part in some)
+        for name in ("five", "pixels")
+    )
+    pairs = [part.confusion for part in some if part.confusion is not None]
+    confusion = sum(pairs[1:], pairs[0]) if pairs else None
+    images, right = (sum(getattr(part, name) for part in some) for name in ("images", "right"))
+    return Evaluation(images, right, loss, five, pixels, confusion, some[0].names)
 
 
 class Counts:

@@ -1,4 +1,4 @@
-"""A network that compiles in seconds and has what makes training hard to repeat: BatchNorms, Dropout, and on request
+"""Networks that compile in seconds. One has what makes training hard to repeat: BatchNorms, Dropout, and on request
 samples that are drawn each epoch and virtual ones drawn each step."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bnfuse.data import Dataset, load_data
 
 BATCH, CLASSES = 16, 10
 SAMPLED = "fs:1/4+vdn:2@0.5"
+STRIDED = {"strides": [2, 2], "pads": [1, 1, 1, 1]}
 
 
 def forward_model(dropout: float = 0.25) -> onnx.ModelProto:
@@ -53,6 +54,28 @@ def forward_model(dropout: float = 0.25) -> onnx.ModelProto:
     logits = h.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [BATCH, CLASSES])
     graph = h.make_graph(nodes, "small", [image], [logits], weights)
     return h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+
+
+def plain_graph(batch: int) -> onnx.ModelProto:
+    """Conv, ReLU, a classifier, without BatchNorm: of it `n` ranks of a batch compute what one does of `n` batches."""
+    rng = np.random.default_rng(4)
+    sizes = {"conv/weight": (4, 1, 3, 3), "conv/bias": (4,), "head/weight": (CLASSES, 64), "head/bias": (CLASSES,)}
+    values = {name: (rng.standard_normal(shape) / 6).astype(np.float32) for name, shape in sizes.items()}
+    nodes = [
+        h.make_node("Conv", ["image", "conv/weight", "conv/bias"], ["y"], name="conv", kernel_shape=[3, 3], **STRIDED),
+        h.make_node("Relu", ["y"], ["z"], name="relu"),
+        h.make_node("Flatten", ["z"], ["flat"], name="flatten"),
+        h.make_node("Gemm", ["flat", "head/weight", "head/bias"], ["logits"], name="head", transB=1),
+    ]
+    image = h.make_tensor_value_info("image", onnx.TensorProto.FLOAT, [batch, 1, 8, 8])
+    logits = h.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [batch, CLASSES])
+    weights = [onnx.numpy_helper.from_array(value, name) for name, value in values.items()]
+    graph = h.make_graph(nodes, "plain", [image], [logits], weights)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    import onnx_ir as ir
+
+    built = build_training_graph(model)
+    return ir.to_proto(bnfuse.rewrite(built, level="icf").model)
 
 
 def small_graph(sample: str | None = SAMPLED, level: str = "icf") -> onnx.ModelProto:
