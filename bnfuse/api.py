@@ -349,9 +349,9 @@ def run(
             require_writable(save_to)
         require_gpu(target, precision)
         compiled = isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf"
-        return (
-            open_step(source, threads=threads, target=target, precision=precision) if compiled else open_graph(source)
-        )
+        if compiled:
+            return open_step(source, threads=threads, target=target, precision=precision, world=world)
+        return open_graph(source)
 
     return run_graph(
         team.together(opened),

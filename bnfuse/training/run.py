@@ -220,8 +220,6 @@ def run_graph(
 
     def looked_at() -> Any:
         require_loss(source)
-        if team.size > 1 and not isinstance(source, TrainingGraph):
-            raise BnfuseError(f"{name}: was compiled for one process: give {team.size} ranks the training graph")
         if isinstance(source, TrainingGraph):
             source.state()  # complains of values that are missing before the work, not after it
         if data is None:

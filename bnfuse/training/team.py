@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bnfuse.parallel.world import World
 
 T = TypeVar("T")
+MARK = b"team:"  # of what ranks tell each other here
 
 
 class Team:
@@ -46,7 +47,11 @@ class Team:
         """Give what each rank has to say, in their order: small things that pickle."""
         if self.world is None:
             return [value]
-        return [pickle.loads(said) for said in self.world.gather(pickle.dumps(value))]  # of our own processes alone
+        said = self.world.gather(MARK + pickle.dumps(value))
+        for rank, text in enumerate(said):
+            if not text.startswith(MARK):
+                raise LostRankError(f"rank {rank} is at another place of the run than rank {self.rank}: it has failed")
+        return [pickle.loads(text.removeprefix(MARK)) for text in said]  # of our own processes alone
 
     def together(self, work: Callable[[], T], last: str | None = None) -> T:
         """Do the work on every rank. What one complains of (a BnfuseError) is raised on all: that of the first rank
@@ -60,7 +65,10 @@ class Team:
             raise
         except BnfuseError as error:
             own = error
-        said = self.gathered(None if own is None else (isinstance(own, DivergedError), str(own)))
+        try:
+            said = self.gathered(None if own is None else (isinstance(own, DivergedError), str(own)))
+        except LostRankError as error:
+            raise own or error from None  # the others are in the midst of the work
         if any(one is not None for one in said):
             raise complaint_of(said, last) from own
         return found  # type: ignore[return-value]
