@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -86,6 +87,7 @@ class Here:
         from bnfuse.parallel.peers import Peers
         from bnfuse.parallel.world import LIMIT, open_world
 
+        self.world = self.peers = None
         if name is WorldName.none:
             return None
         kind = None if name is WorldName.auto else name.value
@@ -132,7 +134,8 @@ class Here:
             return message
         if self._opening:
             return f"rank {found.rank}: {message}"
-        return "" if hasattr(error, "format_message") or interrupts.number else message
+        is_told = hasattr(error, "format_message") or interrupts.number
+        return "" if is_told and not sys.stderr.isatty() else message  # a terminal is no launcher's
 
 
 here = Here()

@@ -10,8 +10,8 @@ the seed and the place in the run, so that a run which is resumed from a checkpo
 A file for each idea: `run` (from a graph to its history), `loop` (the epochs), `options` (what can be asked of it),
 `loading` (batches, of memory or decoded by workers), `ahead` (what is made ahead by a thread), `augment`, `mixing`
 (mixup and cutmix), `labelling` (smoothing, weights of classes), `schedules`, `feeding` (data of the step's size),
-`scoring` (accuracies), `tracking` (TensorBoard), `checkpoints`, `metrics`, `nonfinite` and `replay` (which tensor a
-loss of nan comes from), `history`, `plotting`.
+`scoring` (accuracies), `team` (what several ranks do together), `tracking` (TensorBoard), `checkpoints`, `metrics`,
+`nonfinite` and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
 """
 
 from bnfuse.data.augment import Augment, parse_augment
