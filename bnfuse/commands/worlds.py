@@ -84,6 +84,7 @@ class Here:
 
     def open(self, name: WorldName, timeout: float | None, deterministic: bool, target: str) -> World | None:
         """Join the ranks that a launcher started. Raises BnfuseError where they do not find each other."""
+        from bnfuse.parallel.launched import launched
         from bnfuse.parallel.peers import Peers
         from bnfuse.parallel.world import LIMIT, open_world
 
@@ -92,6 +93,11 @@ class Here:
             return None
         kind = None if name is WorldName.auto else name.value
         self._opening = True
+        if deterministic and target.startswith("cuda") and launched() is not None:
+            raise BnfuseError(
+                "--deterministic is for ranks on CPUs: on GPUs NCCL has an order of its own, the same in each run "
+                "of as many ranks on the same machines: leave it out"
+            )
         limit = LIMIT if timeout is None else timeout
         self.world = open_world(kind, target=target, limit=limit, deterministic=deterministic)
         self._opening = False

@@ -36,7 +36,8 @@ class Launched:
     def __init__(self, launcher: list[str], folder: Path, *arguments: str) -> None:
         self.mark = uuid.uuid4().hex
         command = [*launcher, "-m", "bnfuse", "train", "train2.onnx", *OPTIONS, *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark}
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM", "MPI_LOCAL"))}
+        environment = {**own, "OMP_NUM_THREADS": "1", MARK: self.mark}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
