@@ -258,15 +258,21 @@ def digest_of_network(step: Step) -> str:
     but counts, and its values but those that shapes and counts follow from."""
     graph = onnx.ModelProto.FromString(step.model).graph
     found = hashlib.sha256()
+    sizes = {tensor.name for tensor in graph.initializer if not is_weight(tensor)}  # which are named by what they hold
     for node in graph.node:
-        told = (node.domain, node.op_type, list(node.input), list(node.output))
-        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute if a.name not in COUNTS)
+        told = (node.domain, node.op_type, [name for name in node.input if name not in sizes], list(node.output))
+        kept = [a for a in node.attribute if a.name not in COUNTS and not (a.HasField("t") and not is_weight(a.t))]
+        attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in kept)
         found.update(repr((told, attributes)).encode(errors="backslashreplace"))
-    for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):
-        if tensor.data_type in WEIGHTS and tensor.dims:
-            array = onnx.numpy_helper.to_array(tensor)
-            found.update(repr((tensor.name, array.shape)).encode(errors="backslashreplace") + array.tobytes())
+    for tensor in sorted(filter(is_weight, graph.initializer), key=lambda tensor: tensor.name):
+        array = onnx.numpy_helper.to_array(tensor)
+        found.update(repr((tensor.name, array.shape)).encode(errors="backslashreplace") + array.tobytes())
     return found.hexdigest()[:16]
+
+
+def is_weight(tensor: onnx.TensorProto) -> bool:
+    """Tell whether a constant is no shape, count or share that follows from the batch."""
+    return tensor.data_type in WEIGHTS and len(tensor.dims) > 0
 
 
 def digest_of_data(data: Dataset) -> str:
