@@ -208,7 +208,15 @@ def lower_graph(
         cut, signature = inference_graph(graph.model, graph.signature, graph.name)
     except BnfuseError as error:  # a step that cannot be evaluated can be trained
         return training, Lowered(p.refusal(str(error)), [])
+    signature = dataclasses.replace(signature, trainable=tuple(as_they_lie(training.program)))
     return training, lower(cut, signature, target, opset=opset, file=graph.name)
+
+
+def as_they_lie(program: p.Program) -> list[str]:
+    """List the trained parameters in the order of their memory, which evaluation has in common with training; where
+    there are ranks it is that in which their gradients are finished."""
+    trained = program.signature["trainable"]
+    return sorted(trained, key=lambda name: program.storages[program.parameters[name].storage].offset)
 
 
 def _cache(choice: bool | str | pathlib.Path) -> Cache:
