@@ -41,12 +41,13 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0, team: Team = 
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
     found = data_for(step, data)
     loader = Loader(found, batch_of(step), seed, rank=team.rank, size=team.size)  # complains where no batch is full
+    some: Iterator[tuple[np.ndarray, np.ndarray]]
     if isinstance(found.train_x, LoadedImages):
-        made = loader.batches(1, steps)  # an epoch has one batch at the least
-        some = itertools.islice(((batch.x, batch.y) for batch in made), steps)
+        some = ((batch.x, batch.y) for batch in loader.batches(1, steps))  # an epoch has one batch at the least
     else:
-        chosen = itertools.islice((loader.part(places) for _, _, places in loader.places(1, steps)), steps)
+        chosen = (loader.part(places) for _, _, places in loader.places(1, steps))
         some = ((found.train_x[places], found.train_y[places]) for places in chosen)
+    some = itertools.islice(some, steps)
     labelling, names = labelling_of(step, found, Recipe()), label_inputs(step)
     return [step(x, *fed_labels(y if labelling is None else labelling.rows(y), names)) for x, y in some]
 

@@ -159,7 +159,7 @@ class Loader:
                     f"{images.name}: gave {count} batches in epoch {epoch}, and {self.steps} are expected"
                 )
 
-    def places(self, first: int, last: int, skip: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    def places(self, first: int, last: int, skip: int = 0) -> Iterator[tuple[int, int, np.ndarray]]:
         """List epoch, index and the images of each batch, those of all ranks."""
         for epoch in range(first, last + 1):
             order = self.order(epoch)

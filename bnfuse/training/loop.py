@@ -282,7 +282,7 @@ class Run:
         whole = step.target.is_one_graph  # one graph of all launches; on a CPU the loss is seen before the update
         fed = (batch.x, *fed_labels(batch.y, label_inputs(step)))
         loss = float(step(*fed) if whole else step.forward(*fed))
-        at_step = {"epoch": batch.epoch, "index": count + 1, "lr": step.lr}
+        at_step: dict[str, Any] = {"epoch": batch.epoch, "index": count + 1, "lr": step.lr}
         if not math.isfinite(loss):  # a mean over the ranks, so it is on all of them
             complain = functools.partial(nonfinite.complain, step, loss, *fed, **at_step)
             self.team.together(complain, last=nonfinite.ELSEWHERE)
