@@ -105,7 +105,7 @@ def complaint_of(said: Sequence[tuple[bool, str] | None], last: str | None = Non
     found = [(rank, *one) for rank, one in enumerate(said) if one is not None]
     rank, diverged, text = min(found, key=lambda one: (last is not None and last in one[2], one[0]))
     common = len({one[2] for one in found}) == 1 and len(found) == len(said)
-    line = text if common or text.startswith("rank ") else f"rank {rank}: {text}"
+    line = text if common or rank == 0 or text.startswith("rank ") else f"rank {rank}: {text}"
     return everywhere((DivergedError if diverged else BnfuseError)(line))
 
 
