@@ -83,6 +83,8 @@ def rewrite(
     decay: float | None = None,
     sample: str | None = None,
     local_bn: int | None = None,
+    sync: bool = False,
+    sync_ranks: int | None = None,
     freeze: Sequence[str] = (),
     **signature: Any,
 ) -> Rewritten:
@@ -93,6 +95,7 @@ def rewrite(
     (passes/removal/placements.py); with `keep_affine` their scale and bias stay. `decay` is the weight that a batch
     has in the running statistics. `sample` says what part of the batch each BatchNorm takes its statistics from:
     "fs:1/32" (passes/sampling/spec.py). With `local_bn` each group of so many samples is normalised on its own.
+    With `sync` statistics are those of all ranks of a data-parallel run, or of its first `sync_ranks`.
     `freeze` has globs of parameters that are not trained.
     """
     from bnfuse import passes
@@ -107,6 +110,8 @@ def rewrite(
         decay=decay,
         sample=sample,
         local_bn=local_bn,
+        sync=sync,
+        sync_ranks=sync_ranks,
         signature=graph.signature,
     )
 

@@ -12,6 +12,7 @@ PAGES = {
     "Sampled statistics": "sampling.sample",
     "L1BN and RBN": "sampling.baseline_statistics",
     "Local statistics": "sampling.local",
+    "SyncBN": "sampling.sync",
     "Canonical form": "dialect.canonical",
     "Canonical form, channel shuffles": "dialect.shuffle",
     "Canonical form, Splits": "dialect.splits",

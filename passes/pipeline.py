@@ -8,7 +8,8 @@
     icf     + across composite layers, through Concat; average pooling before 1x1 convolutions
 
 ([Jung19], sections 3.2 and 3.3.) Removal, virtual samples, sampled and local statistics come before a level's passes,
-and mean the same at every level. A pass that fails is named together with those that ran before it.
+and exchanges between ranks behind them; all mean the same at every level. A pass that fails is named together with
+those that ran before it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.exchanges import NOTHING, Exchanged, exchanged, ranks_of, without_exchanges
 from bnfuse.graph.io import FILE_KEY, file_of
 from bnfuse.graph.microsoft import convert
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
@@ -36,6 +38,7 @@ from bnfuse.passes.dialect.canonical import Canonicalize
 from bnfuse.passes.dialect.resample import ResizeAsResample
 from bnfuse.passes.dialect.rows import RowsAsMaps
 from bnfuse.passes.dialect.shuffle import ChannelShuffle
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_batch_norm_grad
 from bnfuse.passes.dialect.splits import MergeSplits
 from bnfuse.passes.dialect.stacks import UnstackMaps
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
@@ -69,6 +72,7 @@ from bnfuse.passes.sampling.local import Group, LocalBatchNorm, batch_of
 from bnfuse.passes.sampling.local import check as check_local
 from bnfuse.passes.sampling.sample import Sample, Sampled
 from bnfuse.passes.sampling.spec import SamplePlan, parse_plan
+from bnfuse.passes.sampling.sync import Sync
 from bnfuse.passes.sampling.virtual import AddVirtual
 
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
@@ -103,13 +107,14 @@ class Report:
     sampled: tuple[Sampled, ...] = ()
     group_norms: int = 0
     layer_norms: int = 0
+    exchanged: Exchanged = NOTHING
 
     def to_json(self) -> dict[str, Any]:
         """Give the report as JSON's types:
 
         level, batch_norms, group_norms, layer_norms, unfused [{node, half, reason, norm}],
         passes [{name, changed, refused, seconds}], nodes, removed [{index, node, kept_affine}],
-        sampled [{node, spec, ratio, elements}].
+        sampled [{node, spec, ratio, elements}], exchanged {moments, terms, moment_bytes, term_bytes}.
         """
         return {
             "level": self.level,
@@ -129,6 +134,7 @@ class Report:
             "nodes": {"before": self.nodes_before, "after": self.nodes_after},
             "removed": [dataclasses.asdict(entry) for entry in self.removed],
             "sampled": [dataclasses.asdict(entry) for entry in self.sampled],
+            "exchanged": dataclasses.asdict(self.exchanged),
         }
 
 
@@ -216,6 +222,8 @@ def rewrite(
     decay: float | None = None,
     sample: str | SamplePlan | None = None,
     local_bn: int | None = None,
+    sync: bool = False,
+    sync_ranks: int | None = None,
     signature: GraphSignature | None = None,
 ) -> Rewritten:
     """Run a level's passes on a copy of a training graph.
@@ -223,14 +231,19 @@ def rewrite(
     `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
     (passes/removal/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every
     running statistic. `sample` says what the statistics are taken from (passes/sampling/spec.py); with `local_bn` each
-    group of so many samples has its own. `signature` is the model's, where its metadata does not state it. Raises
-    BnfuseError for an unknown level, and for a list or a spec that is wrong.
+    group of so many samples has its own. With `sync` statistics are those of all ranks of a data-parallel run
+    (passes/sampling/sync.py), or of its first `sync_ranks`; a graph that has such exchanges keeps them. `signature` is
+    the model's, where its metadata does not state it. Raises BnfuseError for an unknown level, and for a list or a spec
+    that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
+    check_sync(sync, sync_ranks, local_bn)
     converted = convert(model, file_of(model) if FILE_KEY in model.meta else None)
     model = converted if converted is not model else model.clone()
     names, groups, pixels = batch_norms(model), group_norms(model), layer_norms(model)
     before = model.graph.num_nodes()
+    kept = ranks_of(model.graph)
+    taken = without_exchanges(model.graph)
     reports: list[PassReport] = []
     if decay is not None:
         reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
@@ -257,11 +270,50 @@ def rewrite(
     norms = dict.fromkeys(names, "BatchNorm") | dict.fromkeys(groups, "GroupNorm")
     norms |= dict.fromkeys(pixels, "LayerNorm")
     unfused = find_unfused(model, norms, refused, level)
-    nodes = model.graph.num_nodes()
+    if sync or kept is not None:
+        exchange(model, (sync_ranks or 0) if sync else kept or 0, taken, reports)
     report = Report(
-        level, len(names), unfused, tuple(reports), before, nodes, removed, sampled, len(groups), len(pixels)
+        level,
+        len(names),
+        unfused,
+        tuple(reports),
+        before,
+        model.graph.num_nodes(),
+        removed,
+        sampled,
+        len(groups),
+        len(pixels),
+        exchanged(model.graph),
     )
     return Rewritten(model, report)
+
+
+def check_sync(sync: bool, ranks: int | None, local_bn: int | None) -> None:
+    """Raise BnfuseError for options about ranks that do not go together."""
+    if ranks is not None and not sync:
+        raise BnfuseError("sync-ranks says which ranks statistics are of: give sync too")
+    if ranks is not None and ranks < 1:
+        raise BnfuseError(f"sync-ranks {ranks}: statistics are of at least one rank: take 1 or more")
+    if sync and local_bn is not None:
+        raise BnfuseError("sync takes statistics over all ranks, local-bn over groups of one's samples: leave one out")
+
+
+def exchange(model: ir.Model, ranks: int, taken: int, reports: list[PassReport]) -> None:
+    """Insert the exchanges between ranks behind all other passes; BatchNorms that are whole are split first.
+
+    `taken` is how many there were before; a report that says the same would say that something changed.
+    """
+    splitting: list[tuple[str, PassFactory]] = [
+        ("sync/rows", RowsAsMaps),
+        ("sync/split", SplitBatchNorm),
+        ("sync/split-gradient", SplitBatchNormGrad),
+    ]
+    if any(is_batch_norm(node) or is_batch_norm_grad(node) for node in model.graph):
+        reports += [run_pass(model, name, factory, reports) for name, factory in splitting]
+        sort(model.graph)
+    done = run_pass(model, "sync", lambda: Sync(ranks), reports)
+    reports.append(dataclasses.replace(done, changed=done.changed if done.changed != taken else 0))
+    finish(model)
 
 
 def remove_batch_norms(

@@ -15,6 +15,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
+from bnfuse.graph.exchanges import exchanges, without_exchanges
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.ranks import BUCKET, ONE, WIRES, Ranks
@@ -191,6 +192,9 @@ def lower_graph(
             update_phase(low, chosen)
 
     model, random = separated(graph.model, graph.name)
+    if ranks.size == 1 and next(exchanges(model.graph), None) is not None:
+        model = model.clone()
+        without_exchanges(model.graph)
     sampling = dataclasses.replace(sampling_of(graph.model), random=random)
     training = lower(
         model.graph,

@@ -321,6 +321,13 @@ def rewrite(
         int | None,
         typer.Option(metavar="N", min=1, help="Normalise each group of N samples on its own.", show_default=False),
     ] = None,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Statistics of all ranks of a data-parallel run (SyncBN).")
+    ] = False,
+    sync_ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --sync: of the first N ranks alone.", show_default=False),
+    ] = None,
     freeze: updates.Freeze = None,
     report: Annotated[
         Path | None,
@@ -343,6 +350,7 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --remove all-except:5,7 --keep-affine --decay 0.05
     bnfuse rewrite train.onnx -o fused.onnx --sample 'fs:1/32,stem*=bn'
     bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
+    bnfuse rewrite train.onnx -o fused.onnx --sync
     """
     from bnfuse import api
 
@@ -361,6 +369,8 @@ def rewrite(
         decay=decay,
         sample=sample,
         local_bn=local_bn,
+        sync=sync,
+        sync_ranks=sync_ranks,
         freeze=freeze or (),
         **signature,
     )
@@ -402,6 +412,10 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
     if report["sampled"]:
         taken = [(e["node"], e["spec"], number(e["elements"]), f"{e['ratio']:.4f}") for e in report["sampled"]]
         sections.append(Section.table("Sampled", ("BatchNorm", "spec", "elements a channel", "of all"), taken))
+    if (sent := report["exchanged"])["moments"]:
+        rows = [("statistics", number(sent["moments"]), scaled(sent["moment_bytes"], "B"))]
+        rows.append(("sums of their gradients", number(sent["terms"]), scaled(sent["term_bytes"], "B")))
+        sections.append(Section.table("Exchanged between ranks in a step", ("what", "exchanges", "a rank sends"), rows))
     if report["unfused"]:
         for norm in dict.fromkeys(entry["norm"] for entry in report["unfused"]):
             mine = [entry for entry in report["unfused"] if entry["norm"] == norm]

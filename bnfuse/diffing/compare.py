@@ -13,6 +13,7 @@ from bnfuse.analysis.bound import least_traffic
 from bnfuse.analysis.traffic import graph_traffic
 from bnfuse.diffing.halves import batch_norm_fates
 from bnfuse.diffing.report import Added, Changed, Diff, NameChanges, Removed, Renamed, Rewired
+from bnfuse.graph.exchanges import exchanged
 from bnfuse.graph.training_graph import TrainingGraph
 
 
@@ -37,6 +38,8 @@ def diff_graphs(first: TrainingGraph, second: TrainingGraph) -> Diff:
         traffic_before=graph_traffic(first),
         traffic_after=graph_traffic(second),
         least=least_traffic(first),
+        exchanged_before=exchanged(before.graph),
+        exchanged_after=exchanged(after.graph),
     )
 
 

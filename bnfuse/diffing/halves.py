@@ -13,6 +13,8 @@ import onnx_ir as ir
 
 from bnfuse.analysis.match import label, sources
 from bnfuse.analysis.work import adds
+from bnfuse.graph.exchanges import MOMENTS
+from bnfuse.graph.exchanges import TERMS as EXCHANGED_TERMS
 from bnfuse.opset.plain import PLAIN_OPS, PlainOp
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 
@@ -150,6 +152,11 @@ def carries(node: ir.Node) -> bool:
     return node.domain == "" and node.op_type in CARRIERS
 
 
+def carries_terms(node: ir.Node) -> bool:
+    """Tell whether a BatchNorm's share of the terms of an input gradient goes on through a node."""
+    return carries(node) or is_own(node, TERMS[1], EXCHANGED_TERMS)
+
+
 def places_of_statistics(mean: ir.Value | None) -> Iterator[Place]:
     """Go back from the mean to whatever took it."""
     pending, seen = [mean], set()
@@ -159,7 +166,7 @@ def places_of_statistics(mean: ir.Value | None) -> Iterator[Place]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if carries(node) or is_own(node, "MixStatistics"):
+        if carries(node) or is_own(node, "MixStatistics", MOMENTS):
             pending += [v for v in node.inputs if v is not None]
         elif is_own(node, *SAMPLED_STATISTICS):
             yield Place(label(node), "sample")
@@ -197,7 +204,7 @@ def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
     for node, operand in readers(inv_std, carries):
         if not (is_own(node, *TERMS) and operand == "inv_std"):
             continue
-        for finalize, _ in readers(results_by_name(node)["gamma_term"], lambda n: carries(n) or is_own(n, TERMS[1])):
+        for finalize, _ in readers(results_by_name(node)["gamma_term"], carries_terms):
             q = next((value for key, value in results_by_name(finalize).items() if key.startswith("q")), None)
             for reader, name in readers(q, carries):
                 spec = grammar(reader)

@@ -9,6 +9,7 @@ from bnfuse.analysis.bound import Bound
 from bnfuse.analysis.traffic import Traffic
 from bnfuse.core.text import Section, change, count, join, number, scaled, some
 from bnfuse.diffing.halves import BatchNormFate, Place
+from bnfuse.graph.exchanges import NOTHING, Exchanged
 
 PHASES = ("forward", "backward")
 
@@ -92,6 +93,8 @@ class Diff:
     traffic_before: Traffic
     traffic_after: Traffic
     least: Bound | None  # bytes that the operators of `before` must move; None where they are fused already
+    exchanged_before: Exchanged = NOTHING  # what a rank of a data-parallel run gives to others
+    exchanged_after: Exchanged = NOTHING
 
     @property
     def over_least(self) -> float | None:
@@ -133,6 +136,10 @@ class Diff:
             "aliased_bytes": self.traffic_json("aliased_bytes"),
             "aliased_sweeps": self.traffic_json("aliased_sweeps"),
             "least_bytes": dataclasses.asdict(self.least) if self.least else None,
+            "exchanged": {
+                "before": dataclasses.asdict(self.exchanged_before),
+                "after": dataclasses.asdict(self.exchanged_after),
+            },
         }
 
     def traffic_json(self, field: str) -> dict[str, dict[str, int]]:
@@ -146,7 +153,13 @@ class Diff:
         """Show traffic first, then the BatchNorms, then operators, then node by node."""
         if self.equal:
             return [Section.lines("the graphs are equal", [count(sum(self.ops_after.values()), "node")])]
-        parts = [self.traffic_section(), self.op_section(), *self.batch_norm_sections(), *self.detail_sections()]
+        parts = [
+            self.traffic_section(),
+            self.exchange_section(),
+            self.op_section(),
+            *self.batch_norm_sections(),
+            *self.detail_sections(),
+        ]
         return [part for part in parts if part.rows]
 
     def __str__(self) -> str:
@@ -173,6 +186,19 @@ class Diff:
             least = scaled(self.least.total, "B")
             rows.append(("the least for these operators", least, least, f"after: {self.over_least:.2f} times"))
         return Section.table("Feature maps read and written", ("", "before", "after", "change"), rows)
+
+    def exchange_section(self) -> Section:
+        """Show what is exchanged between ranks in a step, before and after."""
+        old, new = self.exchanged_before, self.exchanged_after
+        rows = [
+            (name, *(f"{number(many)}, {scaled(size, 'B')}" for many, size in sides))
+            for name, sides in (
+                ("statistics", [(each.moments, each.moment_bytes) for each in (old, new)]),
+                ("sums of their gradients", [(each.terms, each.term_bytes) for each in (old, new)]),
+            )
+            if any(many for many, _ in sides)
+        ]
+        return Section.table("Exchanged between ranks", ("", "before", "after"), rows)
 
     def op_section(self) -> Section:
         """Show how many nodes of each operator there are, before and after."""

@@ -171,7 +171,7 @@ def plain_flops(node: ir.Node, op: PlainOp) -> int:
     size = math.prod(dims(maps[0] if maps else node.outputs[0]))
     if "Statistics" in op.name:
         return STATISTICS * size
-    if "Reduce" in op.name:
+    if "GradReduce" in op.name:
         return REDUCE * size
     return (GRADIENT_INPUT if "x" in op.operands else NORMALIZE) * size
 

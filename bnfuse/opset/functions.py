@@ -436,6 +436,11 @@ def _grad_finalize(body: Body) -> tuple[ir.Value, ir.Value]:
     return q, body("Sub", w, body("Mul", q, body["mean"]))
 
 
+def _all_terms(body: Body) -> tuple[ir.Value, ir.Value]:
+    start, stop = body.attribute("start"), body.attribute("stop")
+    return body.slice(body["beta_term"], start, stop, axis=0), body.slice(body["gamma_term"], start, stop, axis=0)
+
+
 PLAIN = {
     "BatchNormStatistics": lambda body: statistics(body["x"], body),
     "BatchNormFinalize": _finalize,
@@ -446,4 +451,6 @@ PLAIN = {
     **WHOLE,
     **SAMPLING,
     **GROUP,
+    "AllReduceMoments": lambda body: (body["mean"], body["variance"]),
+    "AllReduceTerms": _all_terms,
 }

@@ -243,7 +243,9 @@ PLAIN = {
         "new_running = running*momentum + batch*(1 - momentum)",
         "From statistics to the coefficients of Normalize, and the running statistics. The running variance takes the "
         "biased variance, as ONNX defines it; where `elements` says of how many elements a channel that is, it takes "
-        "variance*elements/(elements - 1), as torch does. Of a mixture that is no whole number; 1 changes nothing.",
+        "variance*elements/(elements - 1), as torch does. Of a mixture that is no whole number; 1 changes nothing. The "
+        "elements are those of one rank: in a data-parallel run they are taken `of_ranks` times (1; 0 for all ranks), "
+        "but for the part `own_share` of 1/elements, which is of samples that all ranks have alike.",
     ),
     "BatchNormGradReduce": Text(
         "dbeta = sum of dz, dgamma = sum of dz*(x - mean)*inv_std, over N, H, W",
@@ -356,6 +358,21 @@ LOCAL = {
     ),
 }
 
+RANKS = {
+    "AllReduceMoments": Text(
+        "all_mean = mean over ranks of mean; all_variance = mean over ranks of variance + (mean - all_mean)^2",
+        "In a data-parallel run, mean and biased variance of the elements of all ranks, which have equally many each; "
+        "in a run of one rank, and in the function body, those of its own. Where `ranks` is not 0, the "
+        "first so many ranks count.",
+    ),
+    "AllReduceTerms": Text(
+        "all_beta_term = mean over ranks of beta_term[start : stop]; all_gamma_term = that of gamma_term[start : stop]",
+        "What all ranks contribute to the input gradient of the channels of one producer, with the count of one rank's "
+        "elements. Where `ranks` is not 0, the sum over all ranks divided by `ranks` for those that count, and 0 for "
+        "the others, of whose elements the statistics are not.",
+    ),
+}
+
 GROUPS = {
     "GroupNormStatistics": Text("mean, variance = those of x over H, W", "Of each sample and channel; biased."),
     "GroupNormFinalize": Text(
@@ -405,6 +422,7 @@ PLAIN_SECTIONS = {
     "Operators that are not composed of steps": PLAIN,
     "Statistics of a sample": SAMPLED,
     "Statistics of groups": LOCAL,
+    "Exchanges between ranks": RANKS,
     "Halves of a GroupNorm": GROUPS,
     "Other estimates of the variance": BASELINES,
 }

@@ -124,6 +124,31 @@ GROUP_OPS = (
     ),
 )
 
+# Exchanges between the ranks of a data-parallel run, each of which calls them with its own operands. For one rank the
+# results are the operands (of AllReduceTerms the channels of them that are asked for). Where `ranks` is not 0, the
+# statistics are those of the first so many ranks.
+RANK_OPS = (
+    # mean, biased variance of the elements of all ranks, which have equally many: the mean of the means; the mean of
+    # the variances and of the means' squared distances from it
+    PlainOp(
+        "AllReduceMoments",
+        ("mean", "variance"),
+        ("all_mean", "all_variance"),
+        (),
+        (("ranks", 0),),
+    ),
+    # the channels [start, stop) of both, as the mean over all ranks: as much of the gradient of the mean of the ranks'
+    # losses goes back to an element of each. Where some ranks count, for them the sum over all divided by `ranks`, for
+    # the others 0
+    PlainOp(
+        "AllReduceTerms",
+        ("beta_term", "gamma_term"),
+        ("all_beta_term", "all_gamma_term"),
+        ("start", "stop"),
+        (("ranks", 0),),
+    ),
+)
+
 # The other cheap statistics that [Chen18] compares with (section 2, table 3), as estimates of the variance.
 BASELINE_OPS = (
     # L1BN: variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean)
@@ -155,12 +180,14 @@ PLAIN_OPS: dict[str, PlainOp] = {
         # inv_std = 1/sqrt(variance + epsilon), a = scale*inv_std, b = bias - mean*a,
         # new_running = running*momentum + batch*(1 - momentum); where `elements` says of how many elements a channel's
         # variance is, the running one takes it times elements/(elements - 1). Of a mixture that is no whole number.
+        # They are those of one rank, times `of_ranks` (0: all) in a run of several, by AllReduceMoments; but for the
+        # part `own_share` of 1/elements, which is of samples that all ranks have alike.
         PlainOp(
             "BatchNormFinalize",
             ("scale", "bias", "mean", "variance", "running_mean", "running_variance"),
             ("a", "b", "inv_std", "new_running_mean", "new_running_variance"),
             ("epsilon", "momentum"),
-            (("elements", 0.0),),
+            (("elements", 0.0), ("of_ranks", 1), ("own_share", 0.0)),
         ),
         # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std
         PlainOp("BatchNormGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma")),
@@ -178,6 +205,7 @@ PLAIN_OPS: dict[str, PlainOp] = {
         *WHOLE_OPS,
         *SAMPLING_OPS,
         *LOCAL_OPS,
+        *RANK_OPS,
         *GROUP_OPS,
         *BASELINE_OPS,
     )

@@ -18,6 +18,7 @@ from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.reference_group import GROUP
+from bnfuse.opset.reference_ranks import RANKS
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
@@ -515,4 +516,5 @@ PLAIN: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
     **WHOLE,
     **SAMPLING,
     **GROUP,
+    **RANKS,
 }

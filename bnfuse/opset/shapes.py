@@ -74,6 +74,8 @@ def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> 
         like = {"y": "x", "dx": "x", "dscores": "log_prob"}
         given = {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
         return {**given, **dict.fromkeys(OF_PIXELS, pixels(shapes["x"]))} if op.name == "LayerNorm" else given
+    if op.name == "AllReduceTerms":
+        return dict.fromkeys(op.results, (attributes["stop"] - attributes["start"],))
     if op.results in (("dx",), ("y",)):
         map_ = shapes[next(name for name in ("acc", "dz", "x") if name in op.operands)]
         return dict.fromkeys(op.results, map_)

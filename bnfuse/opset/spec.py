@@ -506,7 +506,7 @@ def find(name: str) -> OpSpec | PlainOp | None:
 
 
 _LISTS = ("dilations", "extent", "kernel_shape", "output_padding", "pads", "strides")
-_FLOATS = ("elements", "epsilon", "momentum", "weight")
+_FLOATS = ("elements", "epsilon", "momentum", "own_share", "weight")
 
 
 def attribute_type(name: str) -> str:

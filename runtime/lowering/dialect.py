@@ -24,6 +24,7 @@ from bnfuse.runtime.lowering.norm import (
 from bnfuse.runtime.lowering.operands import named_values
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.sync import all_reduce_moments, all_reduce_terms
 from bnfuse.runtime.lowering.transposed import lower_transposed
 from bnfuse.runtime.lowering.values import attributes_of
 
@@ -34,6 +35,8 @@ PLAIN = {
     "BatchNormGradTerms": batch_norm_grad_terms,
     "BatchNormGradTermsAccumulate": batch_norm_grad_terms_accumulate,
     "BatchNormGradFinalize": batch_norm_grad_finalize,
+    "AllReduceMoments": all_reduce_moments,
+    "AllReduceTerms": all_reduce_terms,
 }
 WITH_NODE = {
     "BatchNorm": batch_norm,

@@ -360,6 +360,8 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         seed=low.seed,
         ranks=low.ranks.size,
         mean_loss=low.mean_loss,
+        counts=low.counts,
+        counted_ranks=low.counted_ranks,
         sampling=sampling.to_json(),
     )
     return Lowered(program, low.requests)

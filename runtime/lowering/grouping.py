@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from bnfuse.runtime.kernels.registry import COEFFICIENTS
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.early import depends
+from bnfuse.runtime.lowering.messages import group_exchanges
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.program import program as p
 
@@ -22,7 +23,11 @@ def group_coefficients(low: Lowering) -> None:
     """Group the launches of a lowering, and forget the kernels that none is left of."""
     launches: list[p.Launch] = []
     for phase in p.ALL_PHASES:
-        launches += _grouped(low, [launch for launch in low.launches if launch.phase == phase])
+        of_phase = [launch for launch in low.launches if launch.phase == phase]
+        if any(launch.exchanges for launch in of_phase):
+            launches += group_exchanges(low, of_phase, lambda waiting: _by_most(low, waiting))
+        else:
+            launches += _grouped(low, of_phase)
     used = sorted({launch.kernel for launch in launches if not launch.exchanges})
     places = {kernel: index for index, kernel in enumerate(used)} | {kernel: kernel for kernel in p.EXCHANGES}
     low.launches = [p.Launch(x.phase, places[x.kernel], x.node, x.arguments) for x in launches]
@@ -36,8 +41,7 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
     waiting: list[p.Launch] = []
 
     def flush() -> None:
-        for start in range(0, len(waiting), MOST):
-            done.append(_together(low, waiting[start : start + MOST]))
+        done.extend(_by_most(low, waiting))
         waiting.clear()
 
     for launch in launches:
@@ -50,6 +54,10 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
         done.append(launch)
     flush()
     return done
+
+
+def _by_most(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
+    return [_together(low, launches[start : start + MOST]) for start in range(0, len(launches), MOST)]
 
 
 def _together(low: Lowering, launches: Sequence[p.Launch]) -> p.Launch:

@@ -37,10 +37,17 @@ def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attrib
     channels = low.shape(operands["scale"])[0]
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
     a = refs.setdefault("a", low.new_dense(None, (channels,)))
-    finalize(low, channels, attributes, refs)
+    finalize(low, channels, {**attributes, "elements": elements_of_run(low, attributes)}, refs)
     if "inv_std" in results:
         assert isinstance(a, int)
         low.normalizing[results["inv_std"]] = a
+
+
+def elements_of_run(low: Lowering, attributes: Attributes) -> float:
+    """Give how many elements a channel the variance is of that a BatchNormFinalize reads, in the run of all ranks."""
+    elements, own = float(attributes.get("elements", 0.0)), float(attributes.get("own_share", 0.0))
+    ranks = min(int(attributes.get("of_ranks", 1)) or low.ranks.size, low.ranks.size)
+    return 1 / (own + (1 / elements - own) / ranks) if elements and ranks > 1 else elements
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:

@@ -78,6 +78,8 @@ class Lowering:
     finite: int | None = None  # storage: whether all gradients were, and so the update was made
     norm: int | None = None  # storage: the norm of all gradients
     mean_loss: int | None = None  # storage: the loss as the mean over the ranks
+    counts: int | None = None  # storage: 1 on ranks whose samples statistics are of, the first `counted_ranks`, else 0
+    counted_ranks: int = 0
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -39,16 +39,29 @@ def lifetimes(
 ) -> list[Interval]:
     """Find the intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out.
 
-    `base` maps a storage that is a part of another one to that one.
+    `base` maps a storage that is a part of another one to that one. What an exchange between ranks touches lives until
+    the exchange must be done.
     """
     spans: dict[int, tuple[int, int]] = {}
+    base = base or {}
     for index, launch in enumerate(launches):
+        end = done_before(launches, index, base) if launch.exchanges else index
         for buffer in launch.buffers:
-            storage = (base or {}).get(buffer.storage, buffer.storage)
+            storage = base.get(buffer.storage, buffer.storage)
             if storage in sizes:
-                first, _ = spans.get(storage, (index, index))
-                spans[storage] = (first, index)
+                first, last = spans.get(storage, (index, index))
+                spans[storage] = (first, max(last, end))
     return [Interval(storage, sizes[storage], *span) for storage, span in spans.items()]
+
+
+def done_before(launches: Sequence[Launch], index: int, base: Mapping[int, int]) -> int:
+    """Find the first launch that touches what an exchange does: until then it may be under way, and none of its memory
+    is another's. The last launch of all where none does."""
+    under_way = {base.get(buffer.storage, buffer.storage) for buffer in launches[index].buffers}
+    for later in range(index + 1, len(launches)):
+        if any(base.get(buffer.storage, buffer.storage) in under_way for buffer in launches[later].buffers):
+            return later
+    return len(launches) - 1
 
 
 def place(intervals: Iterable[Interval]) -> Placement:

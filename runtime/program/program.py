@@ -186,6 +186,8 @@ class Program:
 
     ranks: int = 1  # how many run it together
     mean_loss: int | None = None  # storage: the loss as the mean over the ranks, where there are several
+    counts: int | None = None  # storage (float32): where statistics are of some ranks, the session writes 1 on these,
+    counted_ranks: int = 0  # the first so many, and 0 on the others
 
     def phase(self, phase: Phase) -> list[Launch]:
         """List the launches of a phase, in order."""
@@ -273,6 +275,8 @@ def check(program: Program) -> None:
         raise ValueError(f"it is for {program.ranks} ranks")
     if program.mean_loss is not None and program.mean_loss not in range(len(program.storages)):
         raise ValueError("its mean loss lies nowhere")
+    if program.counts is not None and program.counts not in range(len(program.storages)):
+        raise ValueError("whether its rank counts lies nowhere")
 
 
 def check_exchange(program: Program, launch: Launch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from bnfuse.core.text import change, count, number
+from bnfuse.core.text import change, count, number, scaled
 from bnfuse.diffing.halves import Place
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag, text
@@ -122,6 +122,10 @@ def report_parts(report: dict[str, Any]) -> Markup:
         title = f"Sampled BatchNorms ({len(taken)})"
         columns = ("BatchNorm", "spec", "elements a channel", "of all")
         parts.append(folded(title, table(title, columns, taken, numbers=(2, 3))))
+    if (sent := report["exchanged"])["moments"]:
+        named = (("statistics", "moments", "moment_bytes"), ("sums of their gradients", "terms", "term_bytes"))
+        rows = [(name, number(sent[many]), scaled(sent[size], "B")) for name, many, size in named]
+        parts.append(table("Exchanged between ranks", ("what", "exchanges", "a rank gives"), rows, numbers=(1, 2)))
     return joined(parts)
 
 

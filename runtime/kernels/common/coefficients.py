@@ -6,8 +6,9 @@ Each operator is one formula, `emit(get, put)`, that both code generators put in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tvm import tirx
@@ -40,7 +41,7 @@ class Put(Protocol):
 class Loop:
     """An operator over `channels` channels. `emit(get, put)` writes one channel; `ranges` has the operands that are
     ranges of longer vectors, and those vectors' lengths. Those named in `rows` are matrices of so many rows, `pitch`
-    elements apart: row r of a channel lies at r*pitch + channel."""
+    elements apart: row r of a channel lies at r*pitch + channel. A pitch of 0 is the number of channels."""
 
     problem: NormProblem
     channels: int
@@ -57,7 +58,11 @@ class Loop:
         return operands + [Param(name, "out", self._elements(name)) for name in op.results]
 
     def _elements(self, name: str) -> int:
-        return self.rows[name] * self.pitch if name in self.rows else self.ranges.get(name, self.channels)
+        return (
+            self.rows[name] * (self.pitch or self.channels)
+            if name in self.rows
+            else self.ranges.get(name, self.channels)
+        )
 
 
 def finalize(channels: int, epsilon: float, momentum: float, elements: float = 0.0) -> Loop:
@@ -159,6 +164,43 @@ def sampled_grad_finalize(channels: int, count: int, weight: float) -> Loop:
     return Loop(problem, channels, emit)
 
 
+def all_moments(channels: int, ranks: int, counted: int) -> Loop:
+    """Describe AllReduceMoments of what was gathered: mean, variance [ranks, channels] -> all_mean, all_variance.
+
+    Of the first `counted` ranks, in their order: the same bits on each of them. The means' squared distances are taken
+    from the mean, so nothing cancels however far that is from 0.
+    """
+
+    def emit(get: Get, put: Put) -> None:
+        means = [T.bind(f64(get("mean", rank))) for rank in range(counted)]
+        mean = T.bind(f64(1.0 / counted) * total(means))
+        put("all_mean", to_f32(mean))
+        own = [f64(get("variance", rank)) + (each - mean) * (each - mean) for rank, each in enumerate(means)]
+        put("all_variance", to_f32(f64(1.0 / counted) * total(own)))
+
+    problem = NormProblem("AllReduceMoments", constants=(("ranks", ranks), ("counted", counted)))
+    return Loop(problem, channels, emit, rows=dict.fromkeys(("mean", "variance"), ranks))
+
+
+def total(terms: Sequence[Expr]) -> Expr:
+    """Add terms up in their order."""
+    return functools.reduce(lambda left, right: left + right, terms)
+
+
+def all_terms(channels: int, length: int, ranks: int) -> Loop:
+    """Describe a rank's part of AllReduceTerms: beta_term, gamma_term -> all_beta_term, all_gamma_term.
+
+    Their `channels` channels from an offset on, of `length`, divided by the number of ranks: what is summed over these.
+    """
+
+    def emit(get: Get, put: Put) -> None:
+        for name in ("beta_term", "gamma_term"):
+            put(f"all_{name}", to_f32(f64(get(name)) * f64(1.0 / ranks)))
+
+    problem = NormProblem("AllReduceTerms", constants=(("ranks", ranks),))
+    return Loop(problem, channels, emit, {"beta_term": length, "gamma_term": length})
+
+
 def l1_grad_finalize(channels: int, count: int) -> Loop:
     """Describe L1GradFinalize: beta_term, gamma_term, variance, sign_mean -> q, w, over `count` pixels."""
 
@@ -227,6 +269,8 @@ LOOPS: dict[str, Callable[..., Loop]] = {
         grad_finalize,
         mix_statistics,
         sampled_grad_finalize,
+        all_moments,
+        all_terms,
         l1_grad_finalize,
         range_grad_finalize,
         local_finalize,

@@ -2,7 +2,8 @@
 
 Each operator is a serial loop of a few microseconds, and adjacent ones share a launch (runtime/lowering/grouping.py).
 The length of a loop is a run-time value taken from the buffers, so one compiled kernel serves every BN of a network; a
-range of channels of a longer vector is that vector and an offset, passed like a map's.
+range of channels of a longer vector is that vector and an offset, passed like a map's. Rows that lie one behind the
+other are as long as it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
 def _function(name: str, loops: list[Loop]) -> Any:
     symbolic = []
     for i, loop in enumerate(loops):
-        length, longer = tirx.Var(f"channels_{i}", "int32"), tirx.Var(f"total_{i}", "int32")
+        length, longer, rows = (tirx.Var(f"{name}_{i}", "int32") for name in ("channels", "total", "rows"))
         symbolic += [
-            dataclasses.replace(p, name=param_name(p.name, i, loops), elements=_length(loop, p, length, longer))
+            dataclasses.replace(p, name=param_name(p.name, i, loops), elements=_length(loop, p, length, longer, rows))
             for p in loop.params
         ]
     with tir.function(name, symbolic, may_alias=len(loops) > 1) as args:
@@ -59,19 +60,23 @@ def _function(name: str, loops: list[Loop]) -> Any:
     return args.result
 
 
-def _length(loop: Loop, param: Param, length: Any, longer: Any) -> Any:
-    """Give the elements of a parameter's buffer: known to the code only where it has rows."""
-    return param.elements if param.name in loop.rows else longer if param.is_map else length
+def _length(loop: Loop, param: Param, length: Any, longer: Any, rows: Any) -> Any:
+    """Give the elements of a parameter's buffer: known to the code only where it has rows with a pitch."""
+    if param.name in loop.rows:
+        return param.elements if loop.pitch else rows
+    return longer if param.is_map else length
 
 
 def _emit_loop(args: tir.Arguments, loop: Loop, names: Mapping[str, str]) -> None:
-    def place(param: str, row: int, channel: Expr) -> Expr:
-        at = channel + row * loop.pitch if row else channel
-        return args.offsets[param] + at if param in args.offsets else at
-
     op = PLAIN_OPS[loop.problem.op]
     last_result = next(names[result] for result in reversed(op.results) if result not in loop.rows)
-    with T.serial(0, args[last_result].shape[0]) as channel:
+    channels = args[last_result].shape[0]
+
+    def place(param: str, row: int, channel: Expr) -> Expr:
+        at = channel + row * (loop.pitch or channels) if row else channel
+        return args.offsets[param] + at if param in args.offsets else at
+
+    with T.serial(0, channels) as channel:
 
         def get(param: str, row: int = 0) -> Expr:
             return args[names[param]][place(names[param], row, channel)]

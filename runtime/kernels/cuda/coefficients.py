@@ -37,6 +37,10 @@ READERS: dict[str, tuple[str, ...]] = {
     "new_running_variance": ("running_variance",),
     "mixed_mean": ("mean",),
     "mixed_variance": ("variance",),
+    "all_mean": ("mean",),
+    "all_variance": ("variance",),
+    "all_beta_term": ("beta_term",),
+    "all_gamma_term": ("gamma_term",),
 }
 
 
@@ -140,7 +144,7 @@ def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, kn
 def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: Expr) -> None:
 
     def place(param: str, row: int) -> Expr:
-        at = channel + row * loop.pitch if row else channel
+        at = channel + row * (loop.pitch or loop.channels) if row else channel
         offset = block.offsets.get(names[param])
         return at if offset is None else offset + at
 

@@ -200,7 +200,7 @@ def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
         **_groups(n),
     }
     wide = {"beta_acc": c + 3, "gamma_acc": c + 3}
-    if op.name == "BatchNormGradFinalize":
+    if op.name in ("BatchNormGradFinalize", "AllReduceTerms"):
         wide = {"beta_term": c + 4, "gamma_term": c + 4}
     grouped = (n // attributes["samples"], c)
 

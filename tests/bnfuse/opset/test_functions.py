@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import functions
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.plain import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, SAMPLING_OPS, WHOLE_OPS
+from bnfuse.opset.plain import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, RANK_OPS, SAMPLING_OPS, WHOLE_OPS
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     BACKWARD_CORES,
@@ -176,7 +176,7 @@ BACKWARD_NAMES = st.tuples(
     optional("ReduceOther", "ReduceGated", "PartReduceOther", "ReduceOtherPartReduceReluGrad", *MASKED_REDUCTIONS),
     optional("Scale", "Accumulate", *IMAGE_REDUCTIONS),
 )
-SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS)]
+SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *RANK_OPS, *BASELINE_OPS)]
 SHAPES_OF_SAMPLES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(4, 9), st.integers(4, 9))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
-from bnfuse.opset import plain, reference
+from bnfuse.opset import plain, reference, reference_ranks
 from bnfuse.runtime.kernels.cuda.coefficients import ONE_BLOCK, coefficients
 
 FINALIZE = ("scale", "bias", "mean", "variance", "running_mean", "running_variance")
@@ -79,3 +79,23 @@ def test_a_group_reads_what_its_members_wrote(channels):
 def test_compiles_without_spills(arch):
     members = (("finalize", (200, 1e-5, 0.1)), ("grad_terms", (70,)), ("grad_finalize", (70, 70, 98)))
     assert_no_spills(coefficients(members, gpu(arch=arch)))
+
+
+@pytest.mark.parametrize("channels", [5, 300])
+def test_moments_of_all_ranks_and_what_reads_them(channels):
+    rng = np.random.default_rng(4)
+    gathered = {
+        "mean_0": (100 + rng.standard_normal((3, channels))).astype(np.float32),
+        "variance_0": rng.uniform(0.5, 2, (3, channels)).astype(np.float32),
+    }
+    operands = {f"{name}_1": value for name, value in vectors(rng, channels, *FINALIZE).items()}
+    shared = {"all_mean_0": np.zeros(channels, np.float32), "all_variance_0": np.zeros(channels, np.float32)}
+    operands |= {"mean_1": shared["all_mean_0"], "variance_1": shared["all_variance_0"]}
+    members = (("all_moments", (channels, 3, 2)), ("finalize", (channels, 1e-5, 0.9)))
+    found = run_kernel(coefficients(members, gpu()), {**gathered, **shared, **operands})
+    wide = [value.astype(np.float64) for value in gathered.values()]
+    mean, variance = reference_ranks.moments_of_all(*wide, {"ranks": 2})
+    np.testing.assert_allclose(found["all_mean_0"], mean, rtol=1e-6)
+    np.testing.assert_allclose(found["all_variance_0"], variance, rtol=1e-6)
+    plain_operands = {name: operands[f"{name}_1"] for name in FINALIZE} | {"mean": mean, "variance": variance}
+    agree(found, expected("BatchNormFinalize", plain_operands, epsilon=1e-5, momentum=0.9), "_1")
