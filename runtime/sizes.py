@@ -62,6 +62,8 @@ class Sizes:
         check_ranks(pair[0].program, self.world)
         backend = backend_of(self.target)
         train: Runner = backend.runner(pair[0], self.target, beside, self.world)
+        if self.world is not None:
+            say_whether_it_counts(train, self.world.rank)
         draws = Draws(pair[0].program, self.world.rank if self.world is not None else 0)
         return Size(pair, train, backend.runner(pair[1], self.target, train, self.world), draws)
 
@@ -119,6 +121,14 @@ class Sizes:
             parts = [array[start : start + rows] for array in data]
             yield self.by_batch[batch], [filled(part, batch) for part in parts], rows
             start, left = start + rows, left - rows
+
+
+def say_whether_it_counts(runner: Runner, rank: int) -> None:
+    """Tell a program whose statistics are of some ranks' samples whether those of this rank are among them."""
+    program = runner.program
+    if program.counts is not None:
+        counts = np.full(1, float(rank < program.counted_ranks), np.float32)
+        runner.memory.store(program.storages[program.counts], counts)
 
 
 def check_ranks(program: p.Program, world: World | None) -> None:

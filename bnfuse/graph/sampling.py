@@ -190,12 +190,11 @@ def sampling_of(model: ir.Model) -> Sampling:
 
 
 def virtual_samples(
-    shape: Sequence[int], mean: Sequence[float], std: Sequence[float], *, seed: int, step: int, rank: int = 0
+    shape: Sequence[int], mean: Sequence[float], std: Sequence[float], *, seed: int, step: int
 ) -> np.ndarray:
-    """Draw float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples ([Chen18], section 4.2). Those of
-    several ranks are others on each."""
-    parts = [seed, step, 0x0D47A, *([rank] if rank else [])]
-    drawn = np.random.default_rng(parts).standard_normal(tuple(shape), dtype=np.float32)
+    """Draw float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples ([Chen18], section 4.2). Several
+    ranks have the same ones, so the statistics of these are of all ranks without an exchange."""
+    drawn = np.random.default_rng([seed, step, 0x0D47A]).standard_normal(tuple(shape), dtype=np.float32)
     mu, sigma = (np.broadcast_to(np.asarray(v, np.float32), (shape[1],)).reshape(1, -1, 1, 1) for v in (mean, std))
     return np.ascontiguousarray(drawn * sigma + mu)
 

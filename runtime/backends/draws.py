@@ -1,7 +1,7 @@
 """What a step draws for itself: places of samples once an epoch, virtual samples and random values each step.
 
-Everything follows from (seed, epoch) or (seed, steps done, rank), and is sent to the step's memory only when it has
-changed.
+Everything follows from (seed, epoch) or (seed, steps done), random values from the rank too, and is sent to the step's
+memory only when it has changed. Virtual samples are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Draws:
     """`virtual_statistics` are mean and standard deviation of the data that is fed, for all channels or for each."""
 
     program: p.Program
-    rank: int = 0  # what is drawn for the samples of a batch is another one's on each rank; places are the same
+    rank: int = 0  # random values of operators are others on each; places and virtual samples are the same
     sampling: Sampling = dataclasses.field(init=False)
     fixed: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     _statistics: tuple[np.ndarray, np.ndarray] = (np.zeros(1, np.float32), np.ones(1, np.float32))
@@ -95,7 +95,7 @@ class Draws:
                 found[name] = random.draw(tensor.shape, tensor.dtype, seed=seed, step=step, name=own)
             elif name in self.sampling.virtual:
                 shape = self.program.inputs[name].shape
-                found[name] = virtual_samples(shape, mean, std, seed=seed, step=step, rank=self.rank)
+                found[name] = virtual_samples(shape, mean, std, seed=seed, step=step)
         self._pending = {name: wanted[name] for name in late}
         return found
 

@@ -94,7 +94,7 @@ def one(oracle: types.ModuleType, model: onnx.ModelProto, feeds: Feeds, meeting:
     return {value.name: env[value.name].numpy() for value in model.graph.output}
 
 
-def of_all(results: Sequence[Feeds]) -> Feeds:
+def of_all(results: Sequence[Feeds], logits: str = "logits") -> Feeds:
     """What one rank at the global batch would give: loss and gradients are the mean, logits come one behind the other;
     running statistics are the same on all."""
     found: Feeds = {}
@@ -102,7 +102,7 @@ def of_all(results: Sequence[Feeds]) -> Feeds:
         parts = [each[name] for each in results]
         if name == "loss" or name.endswith("_grad"):
             found[name] = np.mean(parts, axis=0)
-        elif name == "logits":
+        elif name == logits:
             found[name] = np.concatenate(parts)
         else:
             for other in parts[1:]:

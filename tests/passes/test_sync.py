@@ -54,15 +54,18 @@ def test_the_graph(level, training, golden):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("body", [CHAIN, RESIDUAL, DENSE, BRANCHES], ids=["chain", "residual", "dense", "branches"])
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [(RESIDUAL, 2), (DENSE, 2), (DENSE, 4), (BRANCHES, 2)],
+    ids=["residual", "dense", "dense 4", "branches"],
+)
 def test_ranks_compute_what_one_does_at_the_global_batch(body, size, network, oracle):
     """By torch's autograd in float64: loss, logits, gradients, running statistics, which are the same on all ranks."""
     forward = network(body)
     feeds, everything = parts(size)
     expected = autograd.differentiate(oracle, forward, {"x": everything["x"]}, everything["labels"], autograd.full)
     model = ir.from_proto(build_training_graph(forward))
-    for level in LEVELS if size == 2 else ("none", "icf"):
+    for level in LEVELS if size == 2 and body != BRANCHES else ("none", "icf"):
         after = ir.to_proto(rewrite(model, level=level, sync=True).model)
         check_model(after)
         found = simulated_ranks.of_all(simulated_ranks.evaluate(oracle, after, feeds))
@@ -91,7 +94,7 @@ def test_statistics_of_some_ranks_and_their_gradient(network, oracle):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("spec", ["fs:1/4", "vdn:1", "fs:1/4+vdn:1@0.25"])
+@pytest.mark.parametrize("spec", ["vdn:1", "fs:1/4+vdn:1@0.25"])
 def test_sampled_statistics_are_those_of_one_rank_at_the_global_batch(spec, training, oracle):
     """Of the same patch, and of the same virtual samples, which all ranks have."""
     size = 2
@@ -123,7 +126,7 @@ def test_a_variance_far_from_zero_is_not_lost(network, oracle):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("spec", [None, "vdn:1", "bn+vdn:1@0.25"])
+@pytest.mark.parametrize("spec", [None, "bn+vdn:1@0.25"])
 def test_unbiased_running_variances_are_by_the_elements_of_all_ranks(spec, network, oracle):
     small = ir.from_proto(build(network(BRANCHES), running_variance="torch").model)
     feeds, everything = parts(
@@ -135,15 +138,13 @@ def test_unbiased_running_variances_are_by_the_elements_of_all_ranks(spec, netwo
             dim.dim_value = count
     whole = rewrite(ir.from_proto(build(large, running_variance="torch").model), sample=spec).model
     expected = oracle.evaluate(ir.to_proto(whole), everything)
-    for level in ("none", "icf"):
-        after = ir.to_proto(rewrite(small, level=level, sample=spec, sync=True).model)
-        found = simulated_ranks.of_all(simulated_ranks.evaluate(oracle, after, feeds))
-        assert autograd.worst(expected, found) < 1e-9, level
+    after = ir.to_proto(rewrite(small, sample=spec, sync=True).model)
+    found = simulated_ranks.of_all(simulated_ranks.evaluate(oracle, after, feeds))
+    assert autograd.worst(expected, found) < 1e-9
 
 
-@pytest.mark.parametrize("body", [RESIDUAL, DENSE], ids=["residual", "dense"])
-def test_one_rank_in_onnxruntime_computes_what_it_did(body, training, onnxruntime):
-    model = training(body)
+def test_one_rank_in_onnxruntime_computes_what_it_did(training, onnxruntime):
+    model = training(DENSE)
     for level in ("none", "icf"):
         before, after = (ir.to_proto(rewrite(model, level=level, **more).model) for more in ({}, {"sync": True}))
         check_model(after)
@@ -151,7 +152,7 @@ def test_one_rank_in_onnxruntime_computes_what_it_did(body, training, onnxruntim
         assert autograd.worst(onnxruntime(before), onnxruntime(after)) <= tolerance
 
 
-@pytest.mark.parametrize("body", [RESIDUAL, DENSE, BRANCHES], ids=["residual", "dense", "branches"])
+@pytest.mark.parametrize("body", [RESIDUAL, DENSE], ids=["residual", "dense"])
 def test_fusion_is_what_it_is_without(body, training):
     model = training(body)
     for level in ("bnff", "icf"):
