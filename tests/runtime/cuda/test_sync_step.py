@@ -1,0 +1,79 @@
+"""SyncBN on two ranks with GPUs, their kernels interpreted and NCCL stood in for, beside one rank on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import numpy as np
+import onnx
+import onnx.helper as h
+from source_files import load
+from thread_ranks import together
+
+from bnfuse.build import build_training_graph
+from bnfuse.graph.batches import with_batch
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.parallel.ranks import Ranks
+from bnfuse.passes import rewrite
+from bnfuse.runtime import compile_step
+from bnfuse.runtime.compile import lower_graph
+from bnfuse.runtime.program import program as p
+
+ranks = load(pathlib.Path(__file__).parent / "test_ranks_step.py")
+ROWS, SIDE, CHANNELS, CLASSES = 2, 2, 4, 3
+
+
+@functools.cache
+def graph(*, sync: bool = False) -> TrainingGraph:
+    """A convolution with a BatchNorm between it and the pooling in front of the classifier."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (CHANNELS, 3, 1, 1), "scale": (CHANNELS,), "bias": (CHANNELS,), "head": (CLASSES, CHANNELS)}
+    values = {name: rng.normal(0, 0.5, shape) for name, shape in shapes.items()}
+    values |= {"mean": np.zeros(CHANNELS), "var": np.ones(CHANNELS), "rest": np.zeros(CLASSES)}
+    values["scale"] += 1
+    nodes = [
+        h.make_node("Conv", ["x", "w"], ["a"], "conv", kernel_shape=[1, 1]),
+        h.make_node(
+            "BatchNormalization", ["a", "scale", "bias", "mean", "var"], ["b", "m", "v"], "bn", training_mode=1
+        ),
+        h.make_node("Relu", ["b"], ["r"], "relu"),
+        h.make_node("GlobalAveragePool", ["r"], ["q"], "pool"),
+        h.make_node("Flatten", ["q"], ["f"], "flat"),
+        h.make_node("Gemm", ["f", "head", "rest"], ["logits"], "gemm", transB=1),
+    ]
+    weights = [onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()]
+    x = h.make_tensor_value_info("x", 1, [ROWS, 3, SIDE, SIDE])
+    logits = h.make_tensor_value_info("logits", 1, [ROWS, CLASSES])
+    model = h.make_model(h.make_graph(nodes, "tiny", [x], [logits], weights), opset_imports=[h.make_opsetid("", 17)])
+    model.ir_version = 8
+    built = build_training_graph(model, running_variance="torch")
+    return open_graph(rewrite(open_graph(built).model, level="icf", sync=sync).model)
+
+
+def test_two_ranks_are_one_at_the_global_batch(monkeypatch):
+    rng = np.random.default_rng(1)
+    images = (rng.standard_normal((2 * ROWS, 3, SIDE, SIDE)) + rng.standard_normal((2 * ROWS, 1, 1, 1))).astype(
+        np.float32
+    )
+    labels = rng.integers(0, CLASSES, 2 * ROWS)
+    one = compile_step(with_batch(graph(), 2 * ROWS), threads=1, optimizer=ranks.OPTIMIZER, evaluates=False)
+    losses = [float(one(images, labels)) for _ in range(2)]
+    made = lower_graph(graph(sync=True), ranks.TARGET, ranks.OPTIMIZER, evaluates=False, ranks=Ranks(2))
+    kinds = [launch.kernel for launch in made[0].program.launches if launch.exchanges]
+    assert kinds == [p.GATHER, p.SUM, p.SUM, p.SUM]  # statistics; loss and running ones; terms; gradients
+    gpus = ranks.Gpus(monkeypatch, made)
+
+    def work(world):
+        step, _ = gpus.step(world)
+        step.load_state_dict(graph().state())
+        step.share_state()
+        mine = slice(world.rank * ROWS, (world.rank + 1) * ROWS)
+        found = [float(step(images[mine], labels[mine])) for _ in range(2)]
+        step.same_everywhere()
+        return found, step.state_dict()
+
+    for found, state in together(2, work):
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for name, value in one.state_dict().items():
+            np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
