@@ -99,7 +99,8 @@ def rewritten(model: Any, case: Case, way: Way) -> Any:
     from bnfuse.graph.training_graph import open_graph
 
     options: dict[str, Any] = {"sync": True} if way.sync else {}
-    return passes.rewrite(open_graph(ir.from_proto(model), name=case.name), level=way.level, **options).model
+    graph = open_graph(ir.from_proto(model), name=case.name)
+    return passes.rewrite(graph.model, level=way.level, signature=graph.signature, **options).model
 
 
 def file_of(case: Case, way: Way, precision: str) -> str:
