@@ -7,7 +7,9 @@ import dataclasses
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_whole
 
-BUCKET = 4 << 20  # bytes of gradients in one exchange
+# bytes of gradients in one exchange: two ranks of a machine sum 4 MiB by MPI at 2.6 to 4 GB/s, 64 KiB, where a message
+# takes 0.4 ms by itself, at 0.2, and 64 MiB, which no cache holds, at 0.5
+BUCKET = 4 << 20
 WIRES = ("fp32", "bf16")  # what gradients are on their way
 
 
