@@ -27,7 +27,7 @@ from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
 from bnfuse.runtime.state import IncompatibleKeys, State
 from bnfuse.runtime.targets.target import Target
-from bnfuse.runtime.together import Shared, Together, agree_on_batch
+from bnfuse.runtime.together import Shared, Together, agree_on_batch, agree_on_virtual
 from bnfuse.runtime.updating import Updating, require_average
 
 if TYPE_CHECKING:
@@ -318,6 +318,7 @@ class Step(Hosted, Together, Updating):
         agree_on_batch(self, self._sizes.choose(inputs).batch)
         names = [name for name, _ in paired(self.inputs, inputs)]
         draws = self._sizes.now.draws
+        agree_on_virtual(self, draws)
         drawn = draws.changed(seed=self.seed, epoch=self.epoch, step=self._count)
         found = self._train.feed([*names, *drawn], [*inputs, *drawn.values()])
         draws.sent()

@@ -21,6 +21,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
 from bnfuse.parallel.ranks import BUCKET, WIRES, Ranks
 from bnfuse.parallel.world import World
+from bnfuse.runtime.backends.draws import Draws
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.program import optim
 from bnfuse.runtime.program import program as p
@@ -34,6 +35,7 @@ class Shared:
     """What ranks have agreed on."""
 
     batch: int = -1  # of the last call
+    virtual: bool = False  # whether virtual samples were seen to be the same
     bucket: int = BUCKET
 
 
@@ -42,6 +44,7 @@ class Insides(Protocol):
 
     optimizer: Optimizer | None
     steps: int
+    seed: int
     _added: int
     _state: State
     _sizes: Sizes
@@ -112,6 +115,21 @@ def wire_of(program: p.Program) -> str:
     """Say what gradients are on their way between ranks."""
     sent = (b.storage for launch in program.launches if launch.kernel == p.SUM for b in launch.buffers)
     return WIRES[1] if any(program.storages[storage].dtype == "bfloat16" for storage in sent) else WIRES[0]
+
+
+def agree_on_virtual(step: Insides, draws: Draws) -> None:
+    """See, in the first call, that all ranks draw the same virtual samples: their statistics are not exchanged."""
+    world = step.world
+    if world is None or step._shared.virtual or not draws.sampling.virtual:
+        return
+    own = json.dumps([step.seed, *(values.tolist() for values in draws.virtual_statistics)])
+    said = [text.decode() for text in world.gather(own.encode())]
+    if others := [rank for rank, text in enumerate(said) if text != said[0]]:
+        raise BnfuseError(
+            f"{ranks_named(others)} {has(others)} another seed or virtual_statistics than rank 0, and would draw other "
+            "virtual samples: set the same on all ranks"
+        )
+    step._shared.virtual = True
 
 
 def agree_on_batch(step: Insides, batch: int) -> None:

@@ -4,6 +4,7 @@ of the ranks where statistics are each rank's own."""
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.together import Shared, agree_on_virtual
 
 STEPS = 20
 SMALL_BUCKET = 1000  # bytes
@@ -275,6 +277,19 @@ def test_virtual_samples_and_places_are_the_same_on_each_rank() -> None:
     for name, value in one.items():
         assert np.array_equal(value, first[name])
         assert np.array_equal(value, second[name]), name
+
+
+def test_ranks_that_would_draw_other_virtual_samples_are_refused() -> None:
+    draws = Draws(lowered(small_graph(), SMALL_BUCKET))
+
+    def agree(world: ThreadWorld, seed: int) -> Shared:
+        step = types.SimpleNamespace(world=world, seed=seed, _shared=Shared())
+        agree_on_virtual(step, draws)
+        return step._shared
+
+    assert [shared.virtual for shared in together(2, lambda world: agree(world, 7))] == [True, True]
+    with pytest.raises(BnfuseError, match=r"rank 1 has another seed or virtual_statistics than rank 0, and would draw"):
+        together(2, lambda world: agree(world, world.rank))
 
 
 # -- the program ----------------------------------------------------------------------------------------------------
