@@ -66,6 +66,27 @@ def test_gradients_are_handed_out_as_they_lie_and_their_memory_is_used_in_turns(
     assert distance(gradients(fused), gradients(exact)) < 1e-5 < distance(gradients(fused), before)
 
 
+def test_copies_of_gradients_as_on_a_gpu_are_those_and_their_memory_is_used_in_turns(fused):
+    import torch
+    from fused_networks import images, loss_of
+
+    from bnfuse.torch.gradients import Copied
+
+    loss_of(fused, images()).backward()
+    engine = fused._bnfuse
+    entry = next(one for key, one in engine.programs.entries.items() if key.gradients and key.inputs[0].shape[0] == 4)
+    held = Copied(entry.program.place_for(engine.watch.tensors()).step)
+    held.begin()
+    first = held.all()
+    wanted = dict(fused.named_parameters())
+    assert first.keys() == wanted.keys() and all(torch.equal(one, wanted[name].grad) for name, one in first.items())
+    assert all(torch.equal(one, first[name]) for name, one in held.some(held.names[2:5]).items())
+    place, second = first[held.names[0]].data_ptr(), held.all()
+    assert second[held.names[0]].data_ptr() != place
+    del first
+    assert held.all()[held.names[0]].data_ptr() == place
+
+
 def test_backward_twice(fused):
     import torch
     from fused_networks import images, loss_of
