@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TURN = 0.3  # seconds by which a rank lets the one before it speak first
 LAST_TURN = 3.0
+DYING = 1.0  # seconds
 
 
 class WorldName(str, enum.Enum):
@@ -122,11 +123,21 @@ class Here:
         if interrupts.number:  # launchers hand Ctrl-C on to all ranks; with SIGTERM they end those that are left
             line = message if self.leads and interrupts.number == signal.SIGINT else ""
         elif isinstance(error, LostRankError):
-            lost = self.peers.lost() if self.peers is not None else []
+            lost = self._lost()
             head, _, _ = message.partition(": ")
             line = f"{head}: {'; '.join(lost)}. Go on from the last checkpoint" if lost else message
             time.sleep(min(TURN * rank, LAST_TURN))  # all of those that are left find it at the same time
         return self.world.end(line and f"bnfuse: {line}", status)
+
+    def _lost(self) -> list[str]:
+        """Say what has become of the ranks on this machine that run no more. One that is killed closes what it has
+        open, by which the others know, a moment before it has ended."""
+        end = time.monotonic() + DYING
+        while self.peers is not None and time.monotonic() < end:
+            if found := self.peers.lost():
+                return found
+            time.sleep(DYING / 20)
+        return []
 
     def _unopened(self, message: str, error: BaseException | None) -> str:
         """Give the line of a process that has joined no others: what was typed wrongly all ranks know."""

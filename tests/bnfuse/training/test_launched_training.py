@@ -141,7 +141,7 @@ def test_under_mpirun_two_ranks_are_one_run_whichever_is_killed_or_stopped(files
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
 def test_what_is_wrong_for_all_ranks_is_one_line(files):
-    status, printed, said = Launched(MPIRUN, files, "--data", "nowhere/", "--metrics", "never.jsonl").ended()
+    status, printed, said = Launched(MPIRUN, files, *saved("never"), "--data", "nowhere/").ended()
     assert (status, printed) == (2, "") and len(said) == 1
     assert said[0].startswith("bnfuse: nowhere/: ")
 
