@@ -124,7 +124,7 @@ class Here:
             line = message if self.leads and interrupts.number == signal.SIGINT else ""
         elif isinstance(error, LostRankError):
             lost = self._lost()
-            head, _, _ = message.partition(": ")
+            head = message.partition(": ")[0].partition(" (")[0]
             line = f"{head}: {'; '.join(lost)}. Go on from the last checkpoint" if lost else message
             time.sleep(min(TURN * rank, LAST_TURN))  # all of those that are left find it at the same time
         return self.world.end(line and f"bnfuse: {line}", status)

@@ -165,8 +165,13 @@ def joined(distributed: Any, found: Launched, limit: float) -> Any:
         elif not found.address or not found.port:
             raise BnfuseError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them, and says where ranks meet")
         seconds = datetime.timedelta(seconds=limit)
+        from torch.distributed.rendezvous import rendezvous
+
         try:
-            distributed.init_process_group("gloo", where, seconds, rank=found.rank, world_size=found.size)
+            store, _, _ = next(rendezvous(where, found.rank, found.size, timeout=seconds))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # they may share a store
+            store = distributed.PrefixStore(f"attempt {attempt}", store)
+            distributed.init_process_group("gloo", None, seconds, rank=found.rank, world_size=found.size, store=store)
         except (RuntimeError, ValueError) as error:
             raise lost(found, f"has not met the others at {found.address}:{found.port} ({first_line(error)})") from None
     return distributed.new_group(backend="gloo")
