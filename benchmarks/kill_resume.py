@@ -31,7 +31,7 @@ from bnfuse import api
 from bnfuse.build.named import build_model
 from bnfuse.core.tensor_files import read_safetensors
 
-TIMES = ("seconds", "images_per_second", "duration", "time", "start", "elapsed", "compile_seconds")
+TIMES = ("seconds", "images_per_second", "waited", "duration", "time", "start", "elapsed", "compile_seconds")
 START_UP = 0.3  # share of the kills that fall before the work
 LONGEST = 900.0  # seconds that a process may take
 Files = dict[str, Any]
