@@ -44,7 +44,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_only_a_called_baseline_and_the_door_for_torch_import_torch():
+def test_only_a_called_baseline_a_world_of_gloo_and_the_door_for_torch_import_torch():
     """All other modules import where torch cannot be, and none but the runtime's pull it in (tvm_ffi does where it
     is)."""
     blocked = "import sys; sys.modules['torch'] = None\n"
@@ -52,7 +52,7 @@ def test_only_a_called_baseline_and_the_door_for_torch_import_torch():
     assert {"bnfuse.runtime.session", "bnfuse.torch"} <= loaded  # the walk did reach the subpackages
     assert "torch" not in modules_after(IMPORT_ALL.format(skip=("bnfuse.runtime", "bnfuse.torch.")))
     importers = [path for path in sources() if "torch" in {name.split(".")[0] for name in imports_of(path)}]
-    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"baselines", "fromtorch", "torch"}
+    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"baselines", "fromtorch", "parallel", "torch"}
 
 
 def test_nothing_but_the_runtime_imports_tvm():
