@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx
@@ -30,6 +31,7 @@ KINDS = {
     "B": ["tensor(bool)"],
     "S": ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(int64)"],
 }
+_registering = threading.Lock()
 OPTIONS = {"": Option.Single, "?": Option.Optional, "*": Option.Variadic}
 
 
@@ -39,8 +41,7 @@ def register(names: Iterable[str]) -> None:
         op = find(name)
         if op is None:
             raise BnfuseError(f"{DOMAIN}::{name} is no operator of this op set. See docs/ops.md.")
-        if not onnx.defs.has(name, DOMAIN):
-            onnx.defs.register_schema(own_schema(op))
+        add(own_schema, op, name, DOMAIN)
 
 
 @functools.cache
@@ -48,8 +49,14 @@ def register_training_ops() -> None:
     """Make onnx know the operators that onnxruntime-training adds to a graph."""
     importlib.import_module("onnx.reference")  # it refuses to load once two domains have a Gelu
     for op in TRAINING_OPS:
-        if not onnx.defs.has(op.name, op.domain):
-            onnx.defs.register_schema(training_schema(op))
+        add(training_schema, op, op.name, op.domain)
+
+
+def add(make: Callable[[Any], Schema], op: Any, name: str, domain: str) -> None:
+    """Register a schema that onnx has not yet: a thread at a time, for it takes none twice."""
+    with _registering:
+        if not onnx.defs.has(name, domain):
+            onnx.defs.register_schema(make(op))
 
 
 def register_for(model: onnx.ModelProto) -> None:

@@ -136,7 +136,7 @@ def leave(world: World, how: str) -> None:
 
 
 def main(what: str, folder: str, how: str = "", limit: str = "20") -> None:
-    """One rank: leave, or exchange in a world of either kind, and perhaps train."""
+    """One rank: leave, or exchange in a world of either kind, perhaps train, and leave then."""
     if what == "leave":
         world = open_world(limit=float(limit))
         assert world is not None
@@ -146,7 +146,10 @@ def main(what: str, folder: str, how: str = "", limit: str = "20") -> None:
         world = open_world(limit=float(limit), deterministic=deterministic)
         assert world is not None and world is open_world(deterministic=deterministic)
         np.savez(pathlib.Path(folder) / f"{world.name}-{deterministic}-{world.rank}.npz", **exchange(world))
-    np.savez(pathlib.Path(folder) / f"{world.name}-train-{world.rank}.npz", **(train(world) if what == "train" else {}))
+    if what == "train":
+        np.savez(pathlib.Path(folder) / f"{world.name}-train-{world.rank}.npz", **train(world))
+    if how:
+        leave(world, how)
 
 
 if __name__ == "__main__":

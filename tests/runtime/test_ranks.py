@@ -29,7 +29,7 @@ from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.targets.target import CpuTarget
 from bnfuse.runtime.together import Shared, agree_on_virtual
 
-STEPS = 20
+STEPS, WHOLE = 20, 8
 SMALL_BUCKET = 1000  # bytes
 
 
@@ -40,7 +40,7 @@ def normalised() -> onnx.ModelProto:
 
 
 @functools.cache
-def plain() -> onnx.ModelProto:
+def plain(rows: int = 4) -> onnx.ModelProto:
     """A convolution and a classifier: what a sample gives does not depend on the others."""
     rng = np.random.default_rng(0)
     shapes = {"conv/weight": (6, 1, 3, 3), "conv/bias": (6,), "head/weight": (CLASSES, 96), "head/bias": (CLASSES,)}
@@ -51,7 +51,7 @@ def plain() -> onnx.ModelProto:
         h.make_node("Flatten", ["r"], ["f"], "flatten"),
         h.make_node("Gemm", ["f", "head/weight", "head/bias"], ["logits"], "head", transB=1),
     ]
-    x, y = (h.make_tensor_value_info(n, 1, s) for n, s in (("x", [4, 1, 8, 8]), ("logits", [4, CLASSES])))
+    x, y = (h.make_tensor_value_info(n, 1, s) for n, s in (("x", [rows, 1, 8, 8]), ("logits", [rows, CLASSES])))
     model = h.make_model(h.make_graph(nodes, "plain", [x], [y], weights), opset_imports=[h.make_opsetid("", 17)])
     model.ir_version = 8
     return ir.to_proto(bnfuse.rewrite(build_training_graph(model), level="icf").model)
@@ -120,17 +120,18 @@ def input_names(model: onnx.ModelProto) -> list[str]:
     [
         (2, SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)),
         (4, AdamW(lr=0.01, clip_norm=0.5, ema=0.9)),
-        (2, SGD(lr=0.1, momentum=0.9, accumulate=2, clip_norm=1.0)),
+        (4, SGD(lr=0.1, momentum=0.9, accumulate=2, clip_norm=1.0)),
     ],
     ids=["sgd", "adamw, clipped and averaged", "accumulated"],
 )
 def test_twenty_steps_are_those_of_one_rank_at_the_whole_batch(size: int, optimizer: Optimizer) -> None:
-    rows = 4 * size
-    one = compile_step(plain(), threads=1, optimizer=optimizer, batches=(rows,))
+    rows = WHOLE
+    model = plain(rows // size)
+    one = compile_step(model, threads=1, optimizer=optimizer, batches=(rows,))
     losses = [one(*batch(seed, rows)) for seed in range(STEPS)]
 
     def work(world: ThreadWorld) -> tuple[Any, ...]:
-        step = compile_step(plain(), threads=1, optimizer=optimizer, world=world, bucket=SMALL_BUCKET)
+        step = compile_step(model, threads=1, optimizer=optimizer, world=world, bucket=SMALL_BUCKET)
         found = [step(*part(batch(seed, rows), world)) for seed in range(STEPS)]
         step.same_everywhere()
         norm = step.gradient_norm if optimizer.clip_norm else 0.0
@@ -214,10 +215,10 @@ def test_ranks_with_another_step_or_another_batch_are_refused() -> None:
         together(2, other_step)
 
     def other_batch(world: ThreadWorld) -> float:
-        step = compile_step(plain(), threads=1, world=world, batches=(4, 3))
-        return step(*batch(0, 4 - world.rank))
+        step = compile_step(plain(), threads=1, world=world, batches=(4, 8))
+        return step(*batch(0, 4 + 4 * world.rank))
 
-    with pytest.raises(BnfuseError, match=r"batches of \[4, 3\] samples: give all of them as many"):
+    with pytest.raises(BnfuseError, match=r"batches of \[4, 8\] samples: give all of them as many"):
         together(2, other_batch)
 
 

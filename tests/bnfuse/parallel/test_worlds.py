@@ -45,25 +45,33 @@ def check_exchanged(found: list[dict[str, np.ndarray]], deterministic: bool) -> 
 
 
 @pytest.mark.mpi
-def test_exchanges_by_mpi_and_a_step_that_is_that_of_threads_bit_by_bit(tmp_path: pathlib.Path) -> None:
-    """The step where sums are taken in the order of ranks."""
-    status, output, _ = by_mpirun(3, "train", str(tmp_path))
+def test_exchanges_by_mpi(tmp_path: pathlib.Path) -> None:
+    status, output, _ = by_mpirun(3, "exchange", str(tmp_path))
     assert status == 0, output
     for deterministic in (False, True):
         check_exchanged(results(tmp_path, "MPI", deterministic, 3), deterministic)
-    wanted = together(3, launched_ranks.train)
-    for found, one in zip(results(tmp_path, "MPI", "train", 3), wanted, strict=True):
+
+
+@pytest.mark.mpi
+def test_a_step_under_mpirun_is_that_of_threads_bit_by_bit(tmp_path: pathlib.Path) -> None:
+    """Where sums are taken in the order of ranks."""
+    status, output, _ = by_mpirun(2, "train", str(tmp_path))
+    assert status == 0, output
+    wanted = together(2, launched_ranks.train)
+    for found, one in zip(results(tmp_path, "MPI", "train", 2), wanted, strict=True):
         assert found.keys() == one.keys()
         for name, value in one.items():
             assert np.array_equal(found[name], value), name
 
 
 @pytest.mark.torch
-def test_exchanges_by_gloo(tmp_path: pathlib.Path) -> None:
-    for status, output in by_variables(3, "exchange", str(tmp_path)):
-        assert status == 0, output
+def test_exchanges_by_gloo_and_a_rank_that_is_gone_ends_the_others(tmp_path: pathlib.Path) -> None:
+    ended = by_variables(3, "exchange", str(tmp_path), "die", f"{LIMIT}")
     for deterministic in (False, True):
         check_exchanged(results(tmp_path, "gloo", deterministic, 3), deterministic)
+    assert ended[1][0] == -9
+    for rank in (0, 2):
+        assert ended[rank][0] == 1 and f"LostRankError: rank {rank} of 3" in ended[rank][1], ended[rank][1]
 
 
 @pytest.mark.mpi
@@ -84,13 +92,6 @@ def test_when_a_rank_is_gone_all_end(how: str, says: str, expected: int, tmp_pat
     if how == "stop":
         assert "LostRankError: rank 0" in output or "LostRankError: rank 2" in output
         assert "Go on from the last checkpoint" in output
-
-
-@pytest.mark.torch
-def test_when_a_rank_of_gloo_is_gone_the_other_ends(tmp_path: pathlib.Path) -> None:
-    first, second = by_variables(2, "leave", str(tmp_path), "die", f"{LIMIT}")
-    assert second[0] == -9
-    assert first[0] == 1 and "LostRankError: rank 0 of 2" in first[1], first[1]
 
 
 # -- which world ----------------------------------------------------------------------------------------------------
