@@ -25,7 +25,10 @@ HOOKS = {  # what nn.Module calls when it is called, by the attribute that holds
     "_backward_pre_hooks": "a backward pre-hook",
 }
 GLOBAL = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
-WEIGHTS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}  # of torch.nn.utils, by class
+WEIGHTS = {  # of torch.nn.utils, with what to do instead
+    "weight_norm": "take torch.nn.utils.parametrizations.weight_norm, which is fused",
+    "spectral_norm": "fuse the parts around it, which fuse(..., fallback='torch') does",
+}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.memory_format)
 SMALL = 64  # elements of a tensor or array that is compared by its numbers in each call
 DEEPEST = 8  # containers in containers that are looked into
@@ -161,7 +164,7 @@ class Watch:
                 who = f"submodule '{part.path}'" if part.path else "the module"
                 raise BnfuseError(
                     f"{who} has torch.nn.utils.{kind}, a hook that makes its weight anew in front of each call, which "
-                    f"a fused module does not call: torch.nn.utils.parametrizations.{kind} has no hook"
+                    f"a fused module does not call: {WEIGHTS[kind]}"
                 )
         for part in self.parts[1:]:
             for name, kind in HOOKS.items():
@@ -210,8 +213,8 @@ class Watch:
 
 def remade_weight(module: nn.Module) -> str | None:
     """Name what of torch.nn.utils makes the weight of a module anew by a hook; None where nothing does."""
-    kinds = [type(hook) for hook in module._forward_pre_hooks.values()]
-    return next((WEIGHTS[kind.__name__] for kind in kinds if kind.__name__ in WEIGHTS), None)
+    places = [type(hook).__module__.rpartition(".")[2] for hook in module._forward_pre_hooks.values()]
+    return next((place for place in places if place in WEIGHTS), None)
 
 
 def missing(table: dict[str, Any]) -> tuple[bool, ...]:
