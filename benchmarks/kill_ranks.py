@@ -36,6 +36,7 @@ from bnfuse.build.named import build_model
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 GRACE = {"mpirun": 10.0, "torchrun": 45.0}  # seconds for a launcher to end what is left: torchrun waits 30 for SIGTERM
+LATER = 2.0  # seconds after the launcher in which the system may end its processes
 NETWORK = {"batch": 8, "image": 8, "channels": 1, "classes": 10}
 METRICS = "run.jsonl"
 
@@ -191,7 +192,10 @@ def ended(launcher: subprocess.Popen[str], ranks: list[int], run: Ranks) -> dict
     seconds = time.monotonic() - begun
     if launcher.returncode == 0:
         wrong.append("its exit status is 0")
-    if left := [process for process in ranks if Path(f"/proc/{process}").exists()]:
+    last = time.monotonic() + LATER
+    while (left := list(filter(runs, ranks))) and time.monotonic() < last:
+        time.sleep(0.01)
+    if left:
         wrong.append(f"processes are left: {left}")
     lines = [line for line in said.splitlines() if line.startswith("bnfuse: ")]
     return {
@@ -201,6 +205,14 @@ def ended(launcher: subprocess.Popen[str], ranks: list[int], run: Ranks) -> dict
         "said": lines,
         "wrong": wrong,
     }
+
+
+def runs(process: int) -> bool:
+    """Tell whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def ranks_below(parent: int) -> list[int]:
