@@ -10,6 +10,7 @@ from source_files import load
 
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.opset.reference_ranks import moments_of_all, terms_of_all
 from bnfuse.parallel.ranks import ONE, Ranks
@@ -140,3 +141,14 @@ def test_what_is_read_was_written_before(net):
 def test_statistics_of_more_ranks_than_there_are_is_one_line():
     with pytest.raises(BnfuseError, match=r"takes the statistics of 3 ranks, and 2 run the step: start as many, or"):
         lowered(nets.residual_net, ranks=Ranks(2), sync=True, sync_ranks=3)
+
+
+def test_another_batch_is_counted_with_its_exchanges():
+    model = open_graph(build_training_graph(nets.residual_net(), running_variance="torch")).model
+    synced = open_graph(rewrite(model, sync=True).model)
+    halves = [node for node in with_batch(synced, 3 * nets.BATCH).model.graph if node.op_type == "BatchNormFinalize"]
+    before = [node for node in synced.model.graph if node.op_type == "BatchNormFinalize"]
+    assert len(halves) == 4
+    for old, new in zip(before, halves, strict=True):
+        assert new.attributes["elements"].as_float() == 3 * old.attributes["elements"].as_float()
+        assert new.attributes["of_ranks"].as_int() == 0
