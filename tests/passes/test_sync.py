@@ -2,6 +2,7 @@
 
 import autograd
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import simulated_ranks
@@ -205,3 +206,21 @@ def test_what_does_not_go_together(options, message, training):
     with pytest.raises(BnfuseError) as caught:
         rewrite(training(CHAIN), **{"sync": True, **options})
     assert str(caught.value).startswith(message)
+
+
+def test_a_batch_norm_of_another_rank_is_refused_and_not_left_to_each_rank():
+    shapes = {"scale": [3], "bias": [3], "mean": [3], "var": [3], "w": [5, 24]}
+    values = [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in shapes.items()]
+    norm = ["x", "scale", "bias", "mean", "var"]
+    nodes = [
+        onnx.helper.make_node("BatchNormalization", norm, ["y", "m", "v"], name="n", training_mode=1),
+        onnx.helper.make_node("Flatten", ["y"], ["flat"], name="flat"),
+        onnx.helper.make_node("Gemm", ["flat", "w"], ["logits"], name="gemm", transB=1),
+    ]
+    x, logits = (onnx.helper.make_tensor_value_info(*each) for each in (("x", 1, [2, 3, 8]), ("logits", 1, [2, 5])))
+    forward = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [logits], values), ir_version=8)
+    forward.opset_import[0].version = 17
+    model = ir.from_proto(build_training_graph(forward))
+    for level in ("none", "icf"):
+        with pytest.raises(BnfuseError, match=r"node 'n' .* no static float32 map of rank 4. Leave sync out"):
+            rewrite(model, level=level, sync=True)
