@@ -67,7 +67,7 @@ def test_ranks_train_as_one_rank_at_the_global_batch():
 @pytest.mark.torch
 def test_statistics_of_one_rank_serve_both(oracle):
     """Gradients are the means over the ranks."""
-    synced = graph(tiny_net, "none", sync=True, sync_ranks=1)
+    synced = graph(tiny_net, "icf", sync=True, sync_ranks=1)
     images, labels = batches()
     label = synced.signature.labels[0]
     feeds = [{"image": x.astype(np.float64), label: y} for x, y in zip(images, labels, strict=True)]
