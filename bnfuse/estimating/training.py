@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -25,6 +26,7 @@ from bnfuse.estimating.options import Optimizer, Order
 from bnfuse.estimating.order import arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.graph import exchanges
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.spec import DOMAIN, OpSpec, find
@@ -65,6 +67,12 @@ def training_workload(
     return Workload(graph.name, graph.batch, tuple(builder.tensors), arranged(layers, order))
 
 
+EXCHANGES: dict[str, Literal["", "sum", "gather"]] = {
+    exchanges.MOMENTS: "gather",
+    exchanges.TERMS: "sum",
+}  # between workers, of SyncBN
+
+
 class _Builder:
     """Tensors as they are met, and the layers that touch them."""
 
@@ -87,7 +95,8 @@ class _Builder:
         reads = self._accesses(node, op, list(_operands(node, op)), phase, costs)
         writes = self._accesses(node, op, list(_results(node, op)), phase, Costs(costs.type, 0))
         part = layer_name(part_of) if part_of is not None else ""
-        return Layer(label(node), costs.type, phase, costs.flops, reads, writes, part)
+        exchange = EXCHANGES.get(node.op_type, "") if op is not None else ""
+        return Layer(label(node), costs.type, phase, costs.flops, reads, writes, part, exchange=exchange)
 
     def updates(self, optimizer: Optimizer) -> list[Layer]:
         found = []

@@ -50,7 +50,8 @@ class Layer:
     of the network that it belongs to: a backward layer has its forward layer's name there.
 
     `flops`: a multiply-add counts as two; elementwise operations are counted too. `recurrence` numbers the time steps
-    of a recurrent cell that share their weights (None elsewhere).
+    of a recurrent cell that share their weights (None elsewhere). `exchange` says how data-parallel workers make
+    what it writes of what each of them has; empty for what each does by itself.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Layer:
     writes: tuple[Access, ...]
     part: str = ""
     recurrence: int | None = None
+    exchange: Literal["", "sum", "gather"] = ""
 
     @property
     def accesses(self) -> tuple[Access, ...]:

@@ -145,7 +145,8 @@ def bucketed(workload: Workload, seconds: Sequence[float], bucket_bytes: int = B
     """Put the gradients of a workload into messages of at least `bucket_bytes`, in the order in which they are whole.
 
     `seconds` are those of its layers. The last message has what is left. A message is needed where the first of its
-    gradients is read, by the layers of an optimiser or at the end. Those of biases and BatchNorms are not counted.
+    gradients is read, by the layers of an optimiser or at the end. Those of biases and BatchNorms are not counted. What
+    SyncBN exchanges is needed where it is read, a message for each (compiling joins some of them).
     """
     check_whole("bucket", bucket_bytes, 1)
     if len(seconds) != len(workload.layers):
@@ -163,7 +164,20 @@ def bucketed(workload: Workload, seconds: Sequence[float], bucket_bytes: int = B
         readers = [i for i in range(ready, len(layers)) if any(a.tensor in bucket for a in layers[i].accesses)]
         size = sum(workload.tensors[tensor].bytes for tensor in bucket)
         exchanges.append(Exchange("gradients", size, ready, min(readers, default=len(layers))))
+    exchanges += [exchange_of(workload, index) for index, layer in enumerate(layers) if layer.exchange]
+    exchanges.sort(key=lambda each: each.ready)
     return Schedule(workload.name, workload.batch, tuple(seconds), tuple(exchanges), update)
+
+
+def exchange_of(workload: Workload, index: int) -> Exchange:
+    """Give what a layer exchanges: as much as it writes."""
+    layer = workload.layers[index]
+    assert layer.exchange
+    made = {access.tensor for access in layer.writes}
+    later = range(index + 1, len(workload.layers))
+    readers = (i for i in later if any(access.tensor in made for access in workload.layers[i].reads))
+    size = sum(access.bytes for access in layer.writes)
+    return Exchange(layer.exchange, size, index, next(readers, len(workload.layers)))
 
 
 def filled(items: Sequence[int], sizes: Iterable[int], least: int) -> list[list[int]]:

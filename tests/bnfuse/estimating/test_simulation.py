@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
@@ -14,9 +15,15 @@ from bnfuse.estimating.layerwise import forward_workload
 from bnfuse.estimating.parallel.collectives import ALGORITHMS, gather_s, half_s, sum_s
 from bnfuse.estimating.parallel.fit import Measured, fit
 from bnfuse.estimating.parallel.scaling import Network, Quantities, communication_s, gradient_bytes, scale
-from bnfuse.estimating.parallel.schedule import Exchange, Schedule, bucketed
+from bnfuse.estimating.parallel.schedule import Exchange, Schedule, bucketed, schedule_of
 from bnfuse.estimating.parallel.simulation import harmonic, scale_schedule, simulate
-from bnfuse.models import build_graph
+from bnfuse.estimating.training import training_workload
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.models import build_forward, build_graph
+from bnfuse.parallel.ranks import Ranks
+from bnfuse.passes import rewrite
+from bnfuse.runtime import SGD
+from bnfuse.runtime.backends.resolve import resolve
 
 GIGABYTE = Network(1e9)
 FREE = Network(1e300)
@@ -150,6 +157,20 @@ def test_gradients_of_a_network_are_put_into_buckets(workload):
         bucketed(workload, seconds, 0)
 
 
+def test_a_graph_of_syncbn_exchanges_what_its_report_counts():
+    forward = build_forward("densenet40", growth=4, depth=2, batch=2, image=8)
+    graph = open_graph(build_training_graph(forward))
+    fused = rewrite(graph.model, level="icf", signature=graph.signature, sync=True)
+    work = training_workload(open_graph(fused.model))
+    found = bucketed(work, [1e-3] * len(work.layers), 1 << 30).exchanges
+    sent = fused.report.exchanged
+    by_kind = {kind: [each for each in found if each.kind == kind] for kind in ("gather", "sum", "gradients")}
+    assert [len(by_kind[kind]) for kind in by_kind] == [sent.moments, sent.terms, 1]
+    assert sum(each.bytes for each in by_kind["gather"]) == sent.moment_bytes
+    assert sum(each.bytes for each in by_kind["sum"]) == sent.term_bytes
+    assert all(each.needed > each.ready for each in found if each.kind != "gradients")
+
+
 def test_a_workload_is_scaled_by_its_samples_and_a_function_by_its_shares(workload):
     def make(batch):
         return forward_workload(build_graph("resnet20", batch=batch))
@@ -161,6 +182,29 @@ def test_a_workload_is_scaled_by_its_samples_and_a_function_by_its_shares(worklo
     assert [p.compute_s for p in anew.points] == pytest.approx([estimate(make(n), MACHINE).time_s for n in (64, 16)])
     assert linear.balance == pytest.approx(1 + whole / 4 / (gradient_bytes(workload) / 1e9) * 2, rel=1e-6)
     assert max(map(len, str(linear).splitlines())) <= 110 and "1 messages by ring" in str(linear)
+
+
+def test_the_schedule_of_a_compiled_step_is_that_of_its_program():
+    """Without kernels: of the lowered program of two ranks, each launch a millisecond."""
+    from bnfuse.runtime.compile import lower_graph
+
+    forward = build_forward("densenet40", growth=4, depth=2, batch=2, image=8)
+    graph = open_graph(build_training_graph(forward))
+    low, _ = lower_graph(graph, resolve("cpu", 1, None), SGD(lr=0.1), evaluates=False, ranks=Ranks(2, bucket=8_000))
+    own = [launch for launch in low.program.launches if not launch.exchanges]
+    found = schedule_of(low.program, [1e-3] * len(own), "small")
+    size = sum(graph.state()[name].nbytes for name in graph.signature.trainable)
+    assert size <= found.gradient_bytes < size + 64 * len(graph.signature.trainable)  # what aligns goes along
+    assert {each.kind for each in found.exchanges} == {"sum", "gradients"}
+    buckets = [each for each in found.exchanges if each.kind == "gradients"]
+    assert len(buckets) > 1 and all(each.needed >= found.update for each in buckets)
+    assert buckets[0].ready < found.update - 5 and buckets[-1].ready > buckets[-2].ready
+    whole = schedule_of(low.program, [1e-3] * len(low.program.launches), "small")
+    assert whole == found
+    step = simulate(found, 2, Network(1e9))
+    assert step.exposed_s < step.communication_s == pytest.approx(found.bytes / 1e9)
+    with pytest.raises(BnfuseError, match="profile this step"):
+        schedule_of(low.program, [1e-3], "short")
 
 
 def test_a_fit_finds_what_was_put_in():
