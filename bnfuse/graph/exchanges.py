@@ -52,11 +52,13 @@ def exchanged(graph: ir.Graph) -> Exchanged:
 def ranks_of(graph: ir.Graph) -> int | None:
     """Tell of how many ranks the statistics are: 0 for all, None where nothing is exchanged.
 
-    Raises BnfuseError where exchanges are of different numbers of ranks.
+    Raises BnfuseError where exchanges are of different numbers of ranks, or of less than none.
     """
     found: int | None = None
     for node in exchanges(graph):
         ranks = node.attributes.get_int("ranks", 0)
+        if ranks < 0:
+            raise at_node(node.name or "?", node.op_type, f"is of {ranks} ranks: rewrite the source graph anew")
         if found is not None and ranks != found:
             what = f"is an exchange of {ranks or 'all'} ranks, and others are of {found or 'all'}"
             raise at_node(node.name or "?", node.op_type, f"{what}: rewrite the source graph anew")

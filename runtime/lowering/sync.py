@@ -76,6 +76,8 @@ def where_counted(low: Lowering, ranks: int, source: int, target: int) -> None:
 def counted(low: Lowering, attributes: Attributes) -> int:
     """Give of how many ranks the statistics are. Raises BnfuseError where there are not so many."""
     ranks = int(attributes.get("ranks", 0))
+    if ranks < 0:
+        raise BnfuseError(f"node '{low.node}' takes the statistics of {ranks} ranks: rewrite the source graph anew")
     if ranks > low.ranks.size > 1:
         raise BnfuseError(
             f"node '{low.node}' takes the statistics of {ranks} ranks, and {low.ranks.size} run the step: start as "

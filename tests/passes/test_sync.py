@@ -179,8 +179,13 @@ def test_a_synced_graph_stays_one_at_another_level(training):
     once = rewrite(rewrite(model, level="none", sync=True).model, level="icf")
     assert {node.op_type for node in exchanges(once.model.graph)} == {*EXCHANGES}
     assert once.report.exchanged == Exchanged(3, 3, 9 * 8, 9 * 8)
-    few = rewrite(rewrite(model, sync=True, sync_ranks=2).model)
-    assert {node.attributes["ranks"].as_int() for node in exchanges(few.model.graph)} == {2}
+    few = rewrite(rewrite(model, sync=True, sync_ranks=2).model).model
+    assert {node.attributes["ranks"].as_int() for node in exchanges(few.graph)} == {2}
+    first = next(exchanges(few.graph))
+    for damaged, what in ((3, "is an exchange of 2 ranks, and others are of 3"), (-2, "is of -2 ranks")):
+        first.attributes["ranks"] = ir.AttrInt64("ranks", damaged)
+        with pytest.raises(BnfuseError, match=f"{what}: rewrite the source graph anew"):
+            rewrite(few)
 
 
 def test_what_became_of_each_batch_norm_is_as_without(training):
