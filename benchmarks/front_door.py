@@ -12,7 +12,8 @@ step by itself, from the weights that the fused module has then: loss, gradients
 of the same weights. Either may be --factor times as far from float64 as torch in float32 is, which has three tries (as
 it is, channels_last, with inputs rounded otherwise). With AdamW a network follows by its steps alone: Adam divides by
 the size of a gradient, so that where that is nothing but rounding (a bias in front of a norm has none) the weights
-of any two runs part by whole rates, in torch as here. `state` is told all the same.
+of any two runs part by whole rates, in torch as here. `state` is told all the same. Of the steps the worst of each side
+are compared: a ReLU whose input is nothing but rounding falls to either side, in a step of ours or in one of torch's.
 """
 
 from __future__ import annotations
@@ -199,12 +200,18 @@ class Judge:
         return judge
 
     def follows(self, factor: float) -> bool:
-        """Tell whether each step is as near to float64 as torch's, but for the factor."""
-        return all(
-            ours <= factor * theirs + 1e-6
-            for one, other in zip(self.errors, self.torchs, strict=True)
-            for ours, theirs in zip(one, other, strict=True)
-        )
+        """Tell whether the worst step is as near to float64 as torch's worst, but for the factor."""
+        return all(ours <= factor * theirs + 1e-6 for ours, theirs in zip(self.worst, self.torchs_worst, strict=True))
+
+    @property
+    def worst(self) -> tuple[float, ...]:
+        """The largest errors of the loss and of a tensor, of all steps."""
+        return tuple(map(max, zip(*self.errors, strict=True)))
+
+    @property
+    def torchs_worst(self) -> tuple[float, ...]:
+        """The same of torch."""
+        return tuple(map(max, zip(*self.torchs, strict=True)))
 
 
 def far(found: Trained, exact: Trained) -> tuple[float, float]:
@@ -262,8 +269,8 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
         "state_error": state,
         "torch_state_error": torch_state,
         "state_follows": state_follows,
-        "step_errors": [max(one) for one in zip(*judge.errors, strict=True)],
-        "torch_step_errors": [max(one) for one in zip(*judge.torchs, strict=True)],
+        "step_errors": judge.worst,
+        "torch_step_errors": judge.torchs_worst,
         "steps_follow": steps_follow,
         "follows": steps_follow and (state_follows or given.optimizer == "adamw"),
         "state_dict_loads": loads,
