@@ -78,6 +78,8 @@ def test_backward_reads_the_images_where_forward_was_given_them(fake, cpu):
     copies = fake.count("cuMemcpyHtoDAsync")
     np.testing.assert_array_equal(gpu.forward(given).numpy(), logits)
     gpu.backward(dy)
+    with pytest.raises(BnfuseError, match="a step on a GPU has no further memory for gradients: copy"):
+        gpu.another_gradients()
     assert fake.count("cuMemcpyHtoDAsync") == copies
     same_gradients(gpu, expected)
 
