@@ -391,6 +391,7 @@ def train(
     mean: Any = None,
     std: Any = None,
     world: World | None = None,
+    wire: str = "fp32",
     progress: Progress = quiet,
     **options: Any,
 ) -> History:
@@ -404,7 +405,8 @@ def train(
     "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). `skip_unreadable`,
     `stream`, `crop_share`, `mean` and `std` say how images are read: `load_data` says what they mean. `freeze` has
     globs of parameters that are not trained. In a `world` each rank takes its part of every batch and the first one
-    writes; the graph's batch is one rank's. The others are those of `compile`.
+    writes; the graph's batch is one rank's, and gradients go between GPUs as `wire` says, fp32 or bf16. The others are
+    those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -435,7 +437,7 @@ def train(
         team.together(opened),
         data,
         wanted,
-        Compiling(target, precision, optimizer, threads, world, team.sharing),
+        Compiling(target, precision, optimizer, threads, world, team.sharing, wire),
         export=export,
         reading={
             "skip_unreadable": skip_unreadable,

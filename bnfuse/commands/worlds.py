@@ -70,6 +70,18 @@ Deterministic = Annotated[
 ]
 
 
+class WireName(str, enum.Enum):
+    """What gradients are while they are between ranks."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+Wire = Annotated[
+    WireName, typer.Option("--wire", help="What gradients are on their way between GPUs: bf16 has half of the bits.")
+]
+
+
 class Here:
     """This process as a rank."""
 

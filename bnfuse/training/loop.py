@@ -18,6 +18,7 @@ from bnfuse.data.processes import by_processes
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import fed_labels
 from bnfuse.data.workers import default_workers
+from bnfuse.parallel.ranks import WIRES
 from bnfuse.training import checkpoints, nonfinite
 from bnfuse.training.ahead import Ahead, prefetched
 from bnfuse.training.checkpoints import Folder, Layout, Position, Saved
@@ -226,6 +227,8 @@ class Run:
         }
         if loader.normalise:  # as float32, which is what divides; further digits may be another CPU's
             found |= {name: [f"{value:.9g}" for value in getattr(loader.data, name)] for name in ("mean", "std")}
+        if (wire := step.ranks.wire) != WIRES[0]:
+            found["wire"] = wire
         if loader.partial:
             found["last_batch"] = options.last_batch
         if self.labelling is not None:

@@ -58,6 +58,7 @@ class Compiling:
     threads: int | None = None
     world: World | None = None
     sharing: int = 1  # how many ranks have the processors of this one
+    wire: str = "fp32"  # what gradients are between ranks
 
     @property
     def highest_rate(self) -> float:
@@ -90,6 +91,7 @@ class Compiling:
             precision=self.precision,
             batches=batches,
             world=self.world,
+            wire=self.wire,
         )
 
 
