@@ -12,8 +12,9 @@ step by itself, from the weights that the fused module has then: loss, gradients
 of the same weights. Either may be --factor times as far from float64 as torch in float32 is, which has three tries (as
 it is, channels_last, with inputs rounded otherwise). With AdamW a network follows by its steps alone: Adam divides by
 the size of a gradient, so that where that is nothing but rounding (a bias in front of a norm has none) the weights
-of any two runs part by whole rates, in torch as here. `state` is told all the same. Of the steps the worst of each side
-are compared: a ReLU whose input is nothing but rounding falls to either side, in a step of ours or in one of torch's.
+of any two runs part by whole rates, in torch as here. `state` is told all the same. Of a tensor the median of the
+steps counts: a ReLU whose input is nothing but rounding falls to either side, in one step, in torch as here, and moves
+the gradients below it; what is wrong is wrong in every step.
 """
 
 from __future__ import annotations
@@ -153,12 +154,24 @@ def one_step(module: nn.Module, images: torch.Tensor, labels: torch.Tensor, auto
     return loss.item(), {**found, **moved}
 
 
-def apart(found: Gradients, exact: Gradients) -> float:
-    """The largest error of a tensor, relative to that tensor, or to a thousandth of the largest where it is less."""
-    if found.keys() != exact.keys():
-        return float("inf")
+Errors = tuple[float, dict[str, float]]  # of the loss of a step, and of its tensors
+
+
+def apart(found: Gradients, exact: Gradients) -> dict[str, float]:
+    """The error of each tensor, relative to it, or to a thousandth of the largest where it is less."""
     floor = 1e-3 * max(float(one.norm()) for one in exact.values())
-    return max(float((found[key] - one).norm()) / max(float(one.norm()), floor) for key, one in exact.items())
+    errors = {
+        key: float((found[key] - one).norm()) / max(float(one.norm()), floor) if key in found else float("inf")
+        for key, one in exact.items()
+    }
+    return errors | dict.fromkeys(found.keys() - exact.keys(), float("inf"))
+
+
+def worst(steps: list[Errors]) -> tuple[float, float]:
+    """The largest error of a loss, and the largest of a tensor, each tensor's being the median of the steps."""
+    names = {key for _, errors in steps for key in errors}
+    medians = [statistics.median_low([errors.get(key, float("inf")) for _, errors in steps]) for key in names]
+    return max(loss for loss, _ in steps), max(medians)
 
 
 @dataclasses.dataclass
@@ -167,8 +180,8 @@ class Judge:
 
     start: nn.Module  # as it was given
     every: int
-    errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # of the loss and of tensors, by step
-    torchs: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    errors: list[Errors] = dataclasses.field(default_factory=list)  # by step
+    torchs: list[Errors] = dataclasses.field(default_factory=list)  # of its tries the largest
 
     def look(
         self, step: int, fused: nn.Module, images: torch.Tensor, labels: torch.Tensor, autocast: Any
@@ -190,7 +203,8 @@ class Judge:
             of(copy.deepcopy(self.start), images * (1 + 2**-23), autocast),
         ]
         errors = [(abs(loss - wanted[0]), apart(found, wanted[1])) for loss, found in tries]
-        self.torchs.append(tuple(map(max, zip(*errors, strict=True))))  # type: ignore[arg-type]
+        largest = {key: max(found.get(key, float("inf")) for _, found in errors) for key in wanted[1]}
+        self.torchs.append((max(loss for loss, _ in errors), largest))
 
         def judge(loss: float) -> None:
             grads = {name: one.grad.double() for name, one in fused.named_parameters() if one.grad is not None}
@@ -200,18 +214,9 @@ class Judge:
         return judge
 
     def follows(self, factor: float) -> bool:
-        """Tell whether the worst step is as near to float64 as torch's worst, but for the factor."""
-        return all(ours <= factor * theirs + 1e-6 for ours, theirs in zip(self.worst, self.torchs_worst, strict=True))
-
-    @property
-    def worst(self) -> tuple[float, ...]:
-        """The largest errors of the loss and of a tensor, of all steps."""
-        return tuple(map(max, zip(*self.errors, strict=True)))
-
-    @property
-    def torchs_worst(self) -> tuple[float, ...]:
-        """The same of torch."""
-        return tuple(map(max, zip(*self.torchs, strict=True)))
+        """Tell whether the steps are as near to float64 as torch's, but for the factor."""
+        pairs = zip(worst(self.errors), worst(self.torchs), strict=True)
+        return all(ours <= factor * theirs + 1e-6 for ours, theirs in pairs)
 
 
 def far(found: Trained, exact: Trained) -> tuple[float, float]:
@@ -269,8 +274,8 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
         "state_error": state,
         "torch_state_error": torch_state,
         "state_follows": state_follows,
-        "step_errors": judge.worst,
-        "torch_step_errors": judge.torchs_worst,
+        "step_errors": worst(judge.errors),
+        "torch_step_errors": worst(judge.torchs),
         "steps_follow": steps_follow,
         "follows": steps_follow and (state_follows or given.optimizer == "adamw"),
         "state_dict_loads": loads,
