@@ -33,7 +33,7 @@ class Gradients(abc.ABC):
             self.places.append(len(self.sizes))
             self.sizes.append(part.stop - part.start)
             end = part.stop
-        self.sizes += [len(views.flat) - end] * (len(views.flat) > end)
+        self.sizes += [views.flat.shape[0] - end] * (views.flat.shape[0] > end)
 
     @abc.abstractmethod
     def begin(self) -> None:

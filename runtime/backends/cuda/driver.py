@@ -207,7 +207,8 @@ class Driver:
         self._call("cuMemcpyHtoDAsync", target, source, size, stream)
 
     def copy_out(self, target: int, source: int, size: int, stream: Stream) -> None:
-        """To the host."""
+        """To memory of the host that the GPU reaches by a detour: the call itself waits for the stream."""
+        self._await(stream)
         self._call("cuMemcpyDtoHAsync", target, source, size, stream)
 
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
@@ -240,12 +241,13 @@ class Driver:
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until all that is on the stream is done."""
-        if self.watch is not None:
-            self.watch(lambda: self._is_idle(stream))
+        self._await(stream)
         self._call("cuStreamSynchronize", stream)
 
-    def _is_idle(self, stream: Stream) -> bool:
-        return self._is_through("cuStreamQuery", stream)
+    def _await(self, stream: Stream) -> None:
+        """Where other ranks may be lost, wait in a way that ends: calls of the driver that wait do so for ever."""
+        if self.watch is not None:
+            self.watch(lambda: self._is_through("cuStreamQuery", stream))
 
     def new_event(self, timing: bool = False) -> Handle:
         """Make an event, one that can be timed if asked for."""

@@ -62,6 +62,7 @@ class DeviceMemory(Store):
         np.copyto(given.reshape(values.shape), values, casting="same_kind")
         with self.driver.active():
             self.queue.wait_for_readers()
+            self.driver.synchronize(self.queue.stream)  # the copy itself would wait for it, and not look at ranks
             self.driver.copy_in(self.address(storage), given.ctypes.data, given.nbytes, self.queue.stream)
             self.driver.synchronize(self.queue.stream)
 

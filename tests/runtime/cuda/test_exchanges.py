@@ -214,12 +214,17 @@ def test_waiting_for_the_gpu_has_a_limit(ranks):
     first = ranks[0]
     first.world.limit = 0.02
     first.fake.fail["cuStreamQuery"] = CUresult.CUDA_ERROR_NOT_READY
+    first.fake.log.clear()
     with pytest.raises(LostRankError, match=r"^rank 0 of 2 has waited 0.02 s for the other GPUs: a rank has ended"):
         first.runner.memory.load(STORAGES[5])
-    assert first.nccl.aborted
+    assert first.nccl.aborted and not {"cuMemcpyDtoHAsync", "cuStreamSynchronize"} & {*first.fake.log}  # they wait on
     first.fake.fail.clear()
+    first.fake.log.clear()
     with pytest.raises(LostRankError):
         first.runner.memory.load(STORAGES[5])
+    with pytest.raises(LostRankError):
+        first.runner.memory.store(STORAGES[5], np.zeros(48, np.float32))
+    assert not [name for name in first.fake.log if name.startswith("cuMemcpy")]
 
 
 def test_a_failure_while_the_graph_is_made_leaves_the_stream_usable(ranks):
