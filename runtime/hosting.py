@@ -23,7 +23,7 @@ from bnfuse.core.ranges import check_whole
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Block, Runner, Scalars
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.program.pieces import Piece, cut
+from bnfuse.runtime.program.pieces import Piece, cut, meet
 
 TICKETS = itertools.count(1)  # one for all steps: the ticket of another step is of no forward here
 ITEM = 4  # bytes of an element: parameters and gradients are float32
@@ -266,17 +266,12 @@ def check_statistics(step: Insides) -> None:
     old = {name: program.storages[program.running[name].storage] for name in program.new_running}
     for launch in program.phase("backward"):
         for read in (program.storages[buffer.storage] for buffer in launch.buffers):
-            if read.region == p.RUNNING and (name := next((n for n, s in old.items() if meet(read, s)), None)):
+            if name := next((n for n, s in old.items() if meet(read, s)), None):
                 raise BnfuseError(
                     f"node '{launch.node}' of backward reads the running statistic '{name}' as it was before forward: "
                     "let update() replace it"
                 )
     step._plans.steady.add(step._batch)
-
-
-def meet(a: p.Storage, b: p.Storage) -> bool:
-    """Tell whether two storages of one region have bytes in common."""
-    return a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
 
 
 def views(runner: Runner, tensors: Mapping[str, p.Tensor]) -> dict[str, Any]:

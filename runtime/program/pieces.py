@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bnfuse.runtime.program.program import GRADIENTS, Part, Program, Storage
+from bnfuse.runtime.program.program import GRADIENTS, PARAMETERS, Part, Program, Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Piece:
     """Launches of the backward phase from `start` to before `stop`, the `index`th of `count` such pieces (`asked` for
     were at most so many).
 
-    When they are done the gradients of `parameters` are final, `bytes` of them.
+    When they are done the gradients of `parameters` are final, `bytes` of them, and later pieces read neither these nor
+    the parameters: both may be changed.
     """
 
     index: int
@@ -40,7 +41,7 @@ def cut(program: Program, count: int) -> tuple[Piece, ...]:
 
     There are fewer where gradients become final together. Parameters are in the order in which theirs become final.
     """
-    final = last_writes(program)
+    final = last_uses(program)
     sizes = {name: program.storages[program.gradients[name].storage].bytes for name in final}
     order = sorted(final, key=lambda name: final[name])  # stable: as in the program where they are final together
     launches = len(program.phase("backward"))
@@ -59,17 +60,25 @@ def cut(program: Program, count: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def last_writes(program: Program) -> dict[str, int]:
-    """Find for each gradient the last launch of the backward phase that writes it; -1 where none does (a constant)."""
-    written: list[tuple[int, int, int]] = []  # the launch, and the bytes of the region that it writes
+def last_uses(program: Program) -> dict[str, int]:
+    """Find for each gradient the last launch of the backward phase that touches it or its parameter; -1 where none does
+    (a constant).
+
+    What is handed out is averaged, clipped and stepped by, in place: a BatchNorm's gradients are read by the layer
+    before it, and the weight of a Gemm is by the launch behind that of its gradient.
+    """
+    touched: list[tuple[int, Storage]] = []
     for index, launch in enumerate(program.phase("backward")):
-        for buffer in launch.buffers:
-            held = program.storages[buffer.storage]
-            if held.region == GRADIENTS and buffer.access != "in":
-                written.append((index, held.offset, held.offset + held.bytes))
+        held = [program.storages[buffer.storage] for buffer in launch.buffers]
+        touched += [(index, storage) for storage in held if storage.region in (GRADIENTS, PARAMETERS)]
 
-    def last(held: Storage) -> int:
-        stop = held.offset + held.bytes
-        return max((index for index, start, end in written if start < stop and held.offset < end), default=-1)
+    def last(name: str) -> int:
+        own = [program.storages[of[name].storage] for of in (program.gradients, program.parameters) if name in of]
+        return max((index for index, storage in touched if any(meet(storage, one) for one in own)), default=-1)
 
-    return {name: last(program.storages[tensor.storage]) for name, tensor in program.gradients.items()}
+    return {name: last(name) for name in program.gradients}
+
+
+def meet(a: Storage, b: Storage) -> bool:
+    """Tell whether two storages have bytes in common."""
+    return a.region == b.region and a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.program.pieces import Piece, cut, last_writes
+from bnfuse.runtime.program.pieces import Piece, cut, last_uses
 
 
 def program_of(writes: list[list[str]], sizes: dict[str, int]) -> p.Program:
@@ -29,11 +30,24 @@ def program_of(writes: list[list[str]], sizes: dict[str, int]) -> p.Program:
 
 def test_each_gradient_is_final_behind_its_last_launch():
     program = program_of([["c"], [], ["b", "c"], ["a"]], {"a": 16, "b": 16, "c": 16, "constant": 16})
-    assert last_writes(program) == {"a": 3, "b": 2, "c": 2, "constant": -1}
+    assert last_uses(program) == {"a": 3, "b": 2, "c": 2, "constant": -1}
     assert [(piece.start, piece.stop, piece.parameters) for piece in cut(program, 2)] == [
         (0, 3, ("constant", "b", "c")),
         (3, 4, ("a",)),
     ]
+
+
+def test_what_a_later_launch_reads_is_not_final():
+    """Who is given a gradient changes it in place, and steps its parameter: a later piece reads neither."""
+    program = program_of([["c"], ["b"], [], ["a"]], {"a": 16, "b": 16, "c": 16})
+    program.storages.append(p.Storage(p.PARAMETERS, 0, 16))
+    program.parameters["b"] = p.Tensor(3, (16,))
+    reads = {1: 2, 2: 3}  # storages by launch: c's gradient, then the parameter b
+    program.launches = [
+        dataclasses.replace(one, arguments=(*one.arguments, *([p.Buffer(reads[i], "in")] if i in reads else [])))
+        for i, one in enumerate(program.launches)
+    ]
+    assert last_uses(program) == {"a": 3, "b": 2, "c": 1}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -43,6 +44,28 @@ def test_gradients_are_the_same_and_come_piece_by_piece(fused):
         assert torch.equal(value, expected[name]), name
     behind = {name: piece.index + 1 if piece.index + 1 < 3 else 0 for piece in pieces for name in piece.parameters}
     assert len(pieces) == 3 and dict(came) == behind  # a gradient is accumulated before the next piece runs
+
+
+def test_gradients_may_be_changed_and_parameters_stepped_while_backward_goes_on(fused):
+    """As an optimiser in the hooks of a backward does: nothing that is computed later is of what it wrote."""
+    import torch
+    from fused_networks import distance, doubled, images, loss_of, made
+
+    fused.load_state_dict(made().state_dict())
+    found = []
+
+    def step(parameter, seen, name):
+        seen[name] = parameter.grad.clone().double()
+        with torch.no_grad():
+            parameter.sub_(100 * parameter.grad)
+        parameter.grad.zero_()
+
+    for module, x in ((in_pieces(fused, 8), images()), (doubled(made()), images().double())):
+        found.append({})
+        for name, one in module.named_parameters():
+            one.register_post_accumulate_grad_hook(functools.partial(step, seen=found[-1], name=name))
+        loss_of(module, x).backward()
+    assert distance(*found) < 1e-5
 
 
 def test_inputs_parts_of_the_gradients_and_backward_twice(fused):
