@@ -3,7 +3,7 @@
 Lent      on a CPU they are handed out as they lie: backward writes elsewhere as long as somebody has one
 Copied    on a GPU, whose graphs have their addresses in them, they are copied out, all in one go
 
-Either way they are views of one flat tensor, whose memory is used again when nobody has a view of it any more.
+Either way they are views of one flat tensor.
 """
 
 from __future__ import annotations
@@ -104,27 +104,20 @@ class Held:
 
 
 class Copied(Gradients):
-    """Copies of gradients."""
+    """Copies of gradients. torch's allocator alone uses their memory again: it knows which streams still read there
+    (`record_stream`), and what a captured CUDA graph will write to."""
 
     def __init__(self, step: Step) -> None:
         views = step.gradient_views()
         super().__init__(views)
         self.source = as_torch(views.flat)
-        self._held: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Do nothing: what was handed out is elsewhere."""
 
     def flat(self, start: int, stop: int | None) -> torch.Tensor:
         """Give a copy of these elements of all gradients."""
-        if (start, stop) != (0, None):
-            return self.source[start:stop].clone()
-        for held in self._held:
-            if uses(held) == UNSHARED:
-                return held.copy_(self.source)
-        made = self.source.clone()
-        self._held = [*self._held[-KEPT + 1 :], made]
-        return made
+        return self.source[start:stop].clone()
 
 
 def uses(tensor: torch.Tensor) -> int:
