@@ -61,10 +61,9 @@ class Sizes:
     def _loaded(self, pair: Pair, beside: Runner | None) -> Size:
         check_ranks(pair[0].program, self.world)
         backend = backend_of(self.target)
-        train: Runner = backend.runner(pair[0], self.target, beside, self.world)
-        if self.world is not None:
-            say_whether_it_counts(train, self.world.rank)
-        draws = Draws(pair[0].program, self.world.rank if self.world is not None else 0)
+        rank = self.world.rank if self.world is not None else 0
+        train: Runner = backend.runner(of_rank(pair[0], rank), self.target, beside, self.world)
+        draws = Draws(pair[0].program, rank)
         return Size(pair, train, backend.runner(pair[1], self.target, train, self.world), draws)
 
     def averaged(self, size: Size) -> Runner:
@@ -123,12 +122,14 @@ class Sizes:
             start, left = start + rows, left - rows
 
 
-def say_whether_it_counts(runner: Runner, rank: int) -> None:
+def of_rank(compiled: Compiled, rank: int) -> Compiled:
     """Tell a program whose statistics are of some ranks' samples whether those of this rank are among them."""
-    program = runner.program
-    if program.counts is not None:
-        counts = np.full(1, float(rank < program.counted_ranks), np.float32)
-        runner.memory.store(program.storages[program.counts], counts)
+    program = compiled.program
+    if program.counts is None:
+        return compiled
+    counts = np.full(1, rank < program.counted_ranks, np.float32)
+    initial = {**program.initial, program.counts: counts}
+    return Compiled(dataclasses.replace(program, initial=initial), compiled.codes)
 
 
 def check_ranks(program: p.Program, world: World | None) -> None:

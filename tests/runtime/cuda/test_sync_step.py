@@ -25,7 +25,7 @@ ROWS, SIDE, CHANNELS, CLASSES = 2, 2, 4, 3
 
 
 @functools.cache
-def graph(*, sync: bool = False) -> TrainingGraph:
+def graph(**sync) -> TrainingGraph:
     """A convolution with a BatchNorm between it and the pooling in front of the classifier."""
     rng = np.random.default_rng(0)
     shapes = {"w": (CHANNELS, 3, 1, 1), "scale": (CHANNELS,), "bias": (CHANNELS,), "head": (CLASSES, CHANNELS)}
@@ -48,7 +48,7 @@ def graph(*, sync: bool = False) -> TrainingGraph:
     model = h.make_model(h.make_graph(nodes, "tiny", [x], [logits], weights), opset_imports=[h.make_opsetid("", 17)])
     model.ir_version = 8
     built = build_training_graph(model, running_variance="torch")
-    return open_graph(rewrite(open_graph(built).model, level="icf", sync=sync).model)
+    return open_graph(rewrite(open_graph(built).model, level="icf", **sync).model)
 
 
 def test_two_ranks_are_one_at_the_global_batch(monkeypatch):
@@ -77,3 +77,16 @@ def test_two_ranks_are_one_at_the_global_batch(monkeypatch):
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for name, value in one.state_dict().items():
             np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_ranks_that_do_not_count_know_it(monkeypatch):
+    """Before the step has run its memory is not on the GPU."""
+    made = lower_graph(graph(sync=True, sync_ranks=1), ranks.TARGET, None, evaluates=False, ranks=Ranks(2))
+    gpus = ranks.Gpus(monkeypatch, made)
+
+    def work(world):
+        step, _ = gpus.step(world)
+        program, device = step.program, step._train.device
+        return device.memory.load(program.storages[program.counts]).tolist()
+
+    assert together(2, work) == [[1.0], [0.0]]
