@@ -133,10 +133,10 @@ def agree_on_virtual(step: Insides, draws: Draws) -> None:
 
 
 def agree_on_batch(step: Insides, batch: int) -> None:
-    """See that all ranks were given as many samples, when that is another number than last time: their gradients count
-    alike in the mean."""
+    """See that all ranks were given as many samples: their gradients count alike in the mean. A step of one batch size
+    is asked once, one of several in each call, for some ranks alone may be given another one than last time."""
     world = step.world
-    if world is None or batch == step._shared.batch:
+    if world is None or (batch == step._shared.batch and len(step._sizes.by_batch) == 1):
         return
     said = [int(text) for text in world.gather(str(batch).encode())]
     if len(set(said)) > 1:
