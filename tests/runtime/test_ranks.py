@@ -216,7 +216,8 @@ def test_ranks_with_another_step_or_another_batch_are_refused() -> None:
 
     def other_batch(world: ThreadWorld) -> float:
         step = compile_step(plain(), threads=1, world=world, batches=(4, 8))
-        return step(*batch(0, 4 + 4 * world.rank))
+        step(*batch(0, 4))
+        return step(*batch(0, 4 + 4 * world.rank))  # for rank 0 as many as before
 
     with pytest.raises(BnfuseError, match=r"batches of \[4, 8\] samples: give all of them as many"):
         together(2, other_batch)
@@ -356,6 +357,8 @@ def test_sums_of_several_steps_are_exchanged_at_the_update_alone() -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
+    with pytest.raises(BnfuseError, match="wire 'fp8' is unknown"):
+        compile_step(normalised(), threads=1, wire="fp8")
     program = lower_graph(open_graph(normalised()), CpuTarget("x86-64", 4, 1), None, ranks=Ranks(1))[0].program
     assert not any(launch.exchanges for launch in program.launches)
     assert (program.ranks, program.mean_loss) == (1, None)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.core.text import Section, csv_text, duration, join, number, percent, scaled
+from bnfuse.core.text import Section, count, csv_text, duration, join, number, percent, scaled
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
@@ -145,7 +145,7 @@ class Scaling:
 
     def sections(self) -> list[Section]:
         """Show what is communicated and how, then the points."""
-        messages = f"{self.exchanges} messages by " if self.strategy not in MESSAGES else ""
+        messages = f"{count(self.exchanges, 'message')} by " if self.strategy not in MESSAGES else ""
         about = [
             f"{scaled(self.gradient_bytes, 'B')} of gradients, {messages}{NAMES[self.strategy]}, {self.network}",
             f"each worker: {self.hardware}",

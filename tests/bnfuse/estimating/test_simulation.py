@@ -181,7 +181,7 @@ def test_a_workload_is_scaled_by_its_samples_and_a_function_by_its_shares(worklo
     assert [p.compute_s for p in linear.points] == pytest.approx([whole, whole / 4])
     assert [p.compute_s for p in anew.points] == pytest.approx([estimate(make(n), MACHINE).time_s for n in (64, 16)])
     assert linear.balance == pytest.approx(1 + whole / 4 / (gradient_bytes(workload) / 1e9) * 2, rel=1e-6)
-    assert max(map(len, str(linear).splitlines())) <= 110 and "1 messages by ring" in str(linear)
+    assert max(map(len, str(linear).splitlines())) <= 110 and "1 message by ring" in str(linear)
 
 
 def test_the_schedule_of_a_compiled_step_is_that_of_its_program():
