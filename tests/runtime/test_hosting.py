@@ -16,7 +16,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.passes import rewrite
-from bnfuse.runtime import SGD, Step, compile_step
+from bnfuse.runtime import SGD, Step, add_batch, compile_step
 from bnfuse.runtime.program import program as p
 
 nets = load(pathlib.Path(__file__).parent / "test_session.py")
@@ -131,6 +131,17 @@ def test_gradients_lie_elsewhere_from_when_it_is_said_so(step):
         np.testing.assert_array_equal(other.of(other.flat)[name], value)
         np.testing.assert_array_equal(step.gradients()[name], value)
     np.testing.assert_array_equal(first.flat, kept)
+
+
+def test_another_batch_size_does_not_write_to_further_memory_for_gradients():
+    made = without_loss(tiny_net)
+    made.gradients_to(made.another_gradients())
+    ours = made.gradient_views().flat
+    ours[:] = 5
+    add_batch(made, 3)
+    found = made.forward(images()[:3])
+    made.backward(np.ones_like(found))
+    assert (ours == 5).all() and made.gradient_views().flat.any()
 
 
 def test_further_memory_for_gradients_is_of_one_batch_size_and_has_what_is_constant():
