@@ -44,7 +44,7 @@ class CpuRunner:
         program = compiled.program
         shared = shared_regions(beside.regions, beside.program, program) if beside else None
         self.memory: Memory = Memory(program, shared)
-        self.regions: dict[str, np.ndarray] = {**self.memory.regions}  # for runners beside it, which `use` does not move
+        self.regions: dict[str, np.ndarray] = {**self.memory.regions}  # for runners beside it: `use` moves none
         self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
         if not self.missing:
             self._tensors: dict[int, Any] = {}
