@@ -185,14 +185,19 @@ class State:
         averages = {f"{AVERAGE_PREFIX}{name}": value for name, value in self.read_average().items()}
         return {**self.read(), **self._load(self._moments), **averages}
 
+    def added_up(self) -> dict[str, np.ndarray]:
+        """Read the gradients that are added up since the last update."""
+        return {f"{ACCUMULATED_PREFIX}{name}": value for name, value in self._load(self._accumulated).items()}
+
     def replace_whole(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Put what `whole` gave elsewhere in the place of all of it."""
+        """Put what `whole`, and perhaps `added_up`, gave elsewhere in the place of all of it."""
         found = dict(tensors)
-        averages = taken(found, AVERAGE_PREFIX)
+        averages, sums = (taken(found, prefix) for prefix in (AVERAGE_PREFIX, ACCUMULATED_PREFIX))
         moments = {name: found.pop(name) for name in list(found) if name.startswith(MOMENT_PREFIX)}
         self._write(found)
         self._store(self._averages, averages)
         self._store(self._moments, moments)
+        self._store(self._accumulated, sums)
 
     def save(self, path: pathlib.Path, steps: int, added: int, metadata: Mapping[str, str]) -> None:
         """Write all as safetensors, with the optimiser's count of steps and how many backward passes are `added` up
@@ -202,7 +207,7 @@ class State:
         if counts := self.counts:
             about[COUNT] = json.dumps(counts)
         if added:
-            tensors |= {f"{ACCUMULATED_PREFIX}{name}": v for name, v in self._load(self._accumulated).items()}
+            tensors |= self.added_up()
             about[ADDED_KEY] = str(added)
         data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
         write_atomically(path, data, durable=True)

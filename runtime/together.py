@@ -78,22 +78,24 @@ class Together(Exclusive):
 
     @alone
     def share_state(self: Insides) -> None:
-        """Give every rank the state of rank 0: parameters, statistics, what the optimiser keeps, the count of steps.
-        Gradients that are added up are gone. All ranks call it; of one process alone nothing changes.
+        """Give every rank the state of rank 0: parameters, statistics, what the optimiser keeps, the count of steps,
+        and gradients that are added up since: the mean over ranks that all have the same is theirs. All ranks call it;
+        of one process alone nothing changes.
 
         Raises BnfuseError where the ranks' steps are not the same.
         """
         if (world := self.world) is None:
             return
         require_same(world, likeness(self.program, self.optimizer))
-        counts = json.dumps([self.steps, self._state.counts]) if world.rank == 0 else ""
-        whole = safetensors.numpy.save(self._state.whole()) if world.rank == 0 else b""
-        steps, batches = json.loads(world.broadcast(counts.encode()))
+        counts = json.dumps([self.steps, self._added, self._state.counts]) if world.rank == 0 else ""
+        state = {**self._state.whole(), **(self._state.added_up() if self._added else {})} if world.rank == 0 else {}
+        whole = safetensors.numpy.save(state) if world.rank == 0 else b""
+        steps, added, batches = json.loads(world.broadcast(counts.encode()))
         tensors = world.broadcast(whole)
         if world.rank:
             self._state.replace_whole(safetensors.numpy.load(tensors))
             self._state.set_counts(batches)
-        self.steps, self._added = steps, 0
+        self.steps, self._added = steps, added
 
     @alone
     def same_everywhere(self: Insides) -> None:
