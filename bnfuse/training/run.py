@@ -24,6 +24,7 @@ from bnfuse.exporting import export_model, require_exportable, require_state
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.soft_labels import with_soft_labels
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.training.checkpoints import digest_of_data
 from bnfuse.training.feeding import (
     batch_of,
     data_for,
@@ -231,6 +232,8 @@ def run_graph(
         return found
 
     found = team.together(looked_at)
+    digest = None if found is None or team.size == 1 else digest_of_data(found)
+    team.agree({"steps": steps, "seed": seed, "lr": lr, "data": digest}, "setting")
     progress(f"preparing {name}")
     step = team.together(lambda: compiling.step(source, progress)) if isinstance(source, TrainingGraph) else source
     if lr is not None:

@@ -13,6 +13,7 @@ import pytest
 from rank_results import on_ranks
 from small_training import plain_graph, small_data
 
+from bnfuse import api
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.data import Dataset
@@ -29,10 +30,10 @@ def data() -> Dataset:
     return small_data(train=3 * WHOLE + 3, test=41)
 
 
-def trained(data: Dataset, folder: Path, world=None, stop: int | None = None, spoil=None, **options: Any):
+def trained(data: Dataset, folder: Path, world=None, stop: int | None = None, spoil=None, accumulate=1, **options: Any):
     """One rank's run, with a checkpoint in `folder`; `stop`: in this forward phase there is a Ctrl-C."""
     size = 1 if world is None else world.size
-    optimizer = SGD(lr=0.1, momentum=0.9)
+    optimizer = SGD(lr=0.1, momentum=0.9, accumulate=accumulate)
     step = compile_step(plain_graph(WHOLE // size), optimizer=optimizer, threads=1, world=world)
     forward, calls = step.forward, 0
 
@@ -115,6 +116,15 @@ def test_a_run_goes_on_over_other_numbers_of_ranks(data, whole, tmp_path, capsys
     assert any("was of 2 ranks of 8 images and goes on with 1 rank of 16 images" in line for line in said), said
 
 
+def test_gradients_that_one_process_had_added_up_count_on_several_ranks(data, tmp_path):
+    options: dict[str, Any] = {"accumulate": 2, "checkpoint_every": 1}
+    trained(data, tmp_path, stop=2, **options)  # between two updates
+    (tmp_path / "whole").mkdir()
+    trained(data, tmp_path / "whole", **options)
+    on_ranks(2, lambda world: trained(data, tmp_path, world, **options))
+    require_close(tmp_path, tmp_path / "whole")
+
+
 def test_another_batch_of_all_ranks_is_refused_on_all(data, by_two, tmp_path):
     shutil.copytree(by_two[0] / "run", tmp_path / "run")
 
@@ -151,3 +161,8 @@ def test_ranks_with_other_data_or_rates_are_refused_before_the_first_step(data, 
     assert all(str(error).startswith("rank 1 has the setting data") for error in results)
     results = on_ranks(2, lambda world: trained(data, tmp_path, world, epochs=2 + world.rank))
     assert all(str(error).startswith("rank 1 has the setting epochs 3, rank 0 2") for error in results)
+
+
+def test_a_rank_that_runs_with_another_seed_is_refused():
+    for error in on_ranks(2, lambda world: api.run(plain_graph(8), seed=world.rank, world=world)):
+        assert str(error) == "rank 1 has the setting seed 1, rank 0 0: start all ranks with the same command"
