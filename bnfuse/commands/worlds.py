@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from bnfuse.core.errors import BnfuseError, LostRankError
+from bnfuse.core.errors import BnfuseError, LostRankError, everywhere
 from bnfuse.core.interrupts import interrupts
 
 if TYPE_CHECKING:
@@ -107,10 +107,8 @@ class Here:
         kind = None if name is WorldName.auto else name.value
         self._opening = True
         if deterministic and target.startswith("cuda") and launched() is not None:
-            raise BnfuseError(
-                "--deterministic is for ranks on CPUs: on GPUs NCCL has an order of its own, the same in each run "
-                "of as many ranks on the same machines: leave it out"
-            )
+            what = "on GPUs NCCL has an order of its own, the same in each run of as many ranks on the same machines"
+            raise everywhere(BnfuseError(f"--deterministic is for ranks on CPUs: {what}: leave it out"))
         limit = LIMIT if timeout is None else timeout
         self.world = open_world(kind, target=target, limit=limit, deterministic=deterministic)
         self._opening = False
@@ -161,6 +159,8 @@ class Here:
             return message
         if found is None or found.rank == 0:
             return message
+        if isinstance(error, BnfuseError) and error.everywhere:
+            return ""
         if self._opening:
             return f"rank {found.rank}: {message}"
         is_told = hasattr(error, "format_message") or interrupts.number

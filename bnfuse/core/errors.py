@@ -21,6 +21,12 @@ class UnknownAttributeError(BnfuseError, AttributeError):
     """An attribute is set that the object does not have."""
 
 
+def everywhere(error: BnfuseError) -> BnfuseError:
+    """Mark an error that all ranks raise at the same place: one of them tells of it, and each ends in order."""
+    error.everywhere = True
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """Give the first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from bnfuse.core.errors import BnfuseError, LostRankError, first_line
+from bnfuse.core.errors import BnfuseError, LostRankError, everywhere, first_line
 from bnfuse.parallel.launched import Launched
 from bnfuse.parallel.packing import is_small, packed, sum_in_order, unpack
 from bnfuse.parallel.waiting import lost, wait_until
@@ -163,7 +163,9 @@ def joined(distributed: Any, found: Launched, limit: float) -> Any:
         if found.launcher == "slurm":
             where = f"tcp://{found.address}:{found.port}"
         elif not found.address or not found.port:
-            raise BnfuseError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them, and says where ranks meet")
+            raise everywhere(
+                BnfuseError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them, and says where ranks meet")
+            )
         seconds = datetime.timedelta(seconds=limit)
         from torch.distributed.rendezvous import rendezvous
 

@@ -24,7 +24,7 @@ FIRST_PORT, PORTS = 20_000, 20_000  # where ranks under SLURM meet: by the numbe
 @dataclasses.dataclass(frozen=True)
 class Launched:
     """This process: rank `rank` of `size`, the `local_rank`th of `local_size` on its machine. At `address` and `port`
-    ranks meet that have no MPI; empty under mpirun."""
+    ranks meet that have no MPI; empty where nothing says so."""
 
     rank: int
     size: int
@@ -75,7 +75,7 @@ def read(environ: Mapping[str, str]) -> Launched | None:
     if by_torch is not None and (by_mpi is None or UNDER_TORCHRUN in environ):
         return of(by_torch, environ, *meeting(environ))
     if by_mpi is not None:
-        found = of(by_mpi, environ)
+        found = of(by_mpi, environ, *meeting(environ))
         if by_torch is not None and (other := of(by_torch, environ)).size > 1:
             agree(found, by_mpi, other, by_torch)
         return found
@@ -114,7 +114,10 @@ def agree(found: Launched, names: Names, other: Launched, others: Names) -> None
 def number(environ: Mapping[str, str], name: str, together: str = "") -> int:
     """Read a variable as a number."""
     if name not in environ:
-        raise BnfuseError(f"{name} is not set: {together or name} say which rank this is, and are set together")
+        raise BnfuseError(
+            f"{name} is not set: {together or name} say which rank this is, and are set together: where no launcher "
+            "started this process unset the other"
+        )
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise BnfuseError(f"{name}={environ[name]!r} is no number of ranks: the launcher sets it, leave it as it is")

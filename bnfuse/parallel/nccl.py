@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import numpy as np
 
 from bnfuse.core import nvidia
-from bnfuse.core.errors import BnfuseError, LostRankError, first_line, one_line
+from bnfuse.core.errors import BnfuseError, LostRankError, everywhere, first_line, one_line
 from bnfuse.parallel.waiting import lost
 from bnfuse.parallel.world import Exchanged, Request, World
 
@@ -154,20 +154,19 @@ def agree(said: Sequence[bytes]) -> None:
     """See that every rank has a GPU of its own, and the same NCCL."""
     for rank, text in enumerate(said):
         if text.startswith(b"!"):
-            raise BnfuseError(f"rank {rank}: {text[1:].decode(errors='replace')}")
+            raise everywhere(BnfuseError(f"rank {rank}: {text[1:].decode(errors='replace')}"))
     versions = [text.partition(b":")[0].decode() for text in said]
     if len(set(versions)) > 1:
         other = next(rank for rank, version in enumerate(versions) if version != versions[0])
-        raise BnfuseError(
-            f"rank 0 has NCCL {versions[0]}, rank {other} has {versions[other]}: install the same on all machines"
-        )
+        what = f"rank 0 has NCCL {versions[0]}, rank {other} has {versions[other]}: install the same on all machines"
+        raise everywhere(BnfuseError(what))
     first: dict[bytes, int] = {}
     for rank, text in enumerate(said):
         if (other := first.setdefault(text.partition(b":")[2], rank)) != rank:
-            raise BnfuseError(
-                f"ranks {other} and {rank} have the same GPU: start one rank a GPU, and let each choose its own "
-                "(torch.cuda.set_device(local_rank)) where the script chooses one"
+            what = (
+                "start one rank a GPU, and let each choose its own (torch.cuda.set_device(local_rank)) where the script"
             )
+            raise everywhere(BnfuseError(f"ranks {other} and {rank} have the same GPU: {what} chooses one"))
 
 
 def within(limit: float, call: Callable[[], Any], what: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 
-from bnfuse.core.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError, everywhere
 from bnfuse.core.ranges import check_real
 from bnfuse.parallel.launched import Launched, launched
 
@@ -116,7 +116,8 @@ def kind_for(found: Launched, target: str, environ: Mapping[str, str] = os.envir
 def opened(kind: str, found: Launched, target: str, limit: float, deterministic: bool) -> World:
     """Open a world of one kind. That of GPUs finds its ranks through one of CPUs."""
     if (kind == "nccl") != (target.partition(":")[0] == "cuda"):
-        raise BnfuseError(f"world '{kind}' cannot serve a step on '{target}': nccl is for cuda, mpi and gloo for cpu")
+        what = f"world '{kind}' cannot serve a step on '{target}': nccl is for cuda, mpi and gloo for cpu"
+        raise everywhere(BnfuseError(what))
     if kind == "nccl":
         from bnfuse.parallel.nccl import open_nccl
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.core.errors import DivergedError
+from bnfuse.core.errors import DivergedError, everywhere
 from bnfuse.core.files import write_atomically
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
@@ -37,7 +37,7 @@ from bnfuse.training.options import Options
 from bnfuse.training.plotting import draw
 from bnfuse.training.schedules import Schedule
 from bnfuse.training.scoring import Evaluation
-from bnfuse.training.team import ALONE, Team, everywhere
+from bnfuse.training.team import ALONE, Team
 from bnfuse.training.tracking import Tracker
 from bnfuse.training.updates import require_updates
 

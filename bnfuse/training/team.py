@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bnfuse.core.errors import BnfuseError, DivergedError, LostRankError
+from bnfuse.core.errors import BnfuseError, DivergedError, LostRankError, everywhere
 from bnfuse.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -107,12 +107,6 @@ def complaint_of(said: Sequence[tuple[bool, str] | None], last: str | None = Non
     common = len({one[2] for one in found}) == 1 and len(found) == len(said)
     line = text if common or rank == 0 or text.startswith("rank ") else f"rank {rank}: {text}"
     return everywhere((DivergedError if diverged else BnfuseError)(line))
-
-
-def everywhere(error: BnfuseError) -> BnfuseError:
-    """Mark an error that all ranks raise at the same place: one of them tells of it, and each ends in order."""
-    error.everywhere = True
-    return error
 
 
 def shown(value: Any) -> str:

@@ -43,7 +43,7 @@ SLURM = {
         (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Launched(5, 8, 1, 4, "mpirun")),  # srun --mpi=pmi2
         (SLURM | OPEN_MPI | {"SLURM_PROCID": "0"}, Launched(5, 8, 1, 4, "mpirun")),  # mpirun within a job
         (SLURM | TORCHRUN | {"SLURM_PROCID": "0"}, Launched(5, 8, 1, 4, "torchrun", "here", 29500)),
-        (MPICH | TORCHRUN, Launched(5, 8, 1, 4, "mpirun")),  # they agree
+        (MPICH | TORCHRUN, Launched(5, 8, 1, 4, "mpirun", "here", 29500)),  # they agree
         (
             MPICH | TORCHRUN | {"PMI_RANK": "0", "PMI_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
             Launched(5, 8, 1, 4, "torchrun", "here", 29500),
@@ -71,6 +71,7 @@ def test_a_single_process_is_no_world(variables: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({"RANK": "0"}, "set together: where no launcher started this process unset the other"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank where WORLD_SIZE=2: ranks are 0 to 1"),

@@ -170,3 +170,21 @@ def test_a_process_that_has_a_launchers_variables_may_train_alone(files, monkeyp
     words = ["train", "train1.onnx", "--data", "data.npz", "--epochs", "1", "--threads", "1", "--world", "none"]
     assert main(words) == 0
     assert "Trained on 48 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--world", "nccl"], "cannot serve a step on 'cpu'"),
+        (["--deterministic", "--target", "cuda"], "is for ranks on CPUs"),
+    ],
+)
+def test_what_all_ranks_know_to_be_wrong_the_first_one_says(words, what, monkeypatch, capsys):
+    from bnfuse.cli import main
+
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("PMI_RANK", rank)
+        assert main(["train", "train1.onnx", "--data", "data.npz", *words]) == 2
+        said = capsys.readouterr().err
+        assert (what in said and said.count("\n") == 1) if rank == "0" else not said
