@@ -22,7 +22,8 @@ from .watch import OWN, frozen
 
 @contextlib.contextmanager
 def as_found(module: nn.Module, *, watched: bool = True) -> Iterator[None]:
-    """Let the state of the random generators be as it was, and autocast off, while a module is captured.
+    """Let the state of the random generators be as it was, and autocast off, while a module is captured. What that
+    saves for a backward is none of the caller's: torch.utils.checkpoint counts what is.
 
     `watched` refuses what a graph of operators does not show of gradients.
     """
@@ -33,9 +34,15 @@ def as_found(module: nn.Module, *, watched: bool = True) -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.autocast(device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(itself, itself),
         own_gradients_refused(torch) if watched else contextlib.nullcontext(),
     ):
         yield
+
+
+def itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor."""
+    return tensor
 
 
 @contextlib.contextmanager

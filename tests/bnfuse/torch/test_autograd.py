@@ -97,6 +97,19 @@ def test_copies_of_gradients_as_on_a_gpu_are_those_and_their_memory_is_torch_s_a
     assert memory.expired()
 
 
+def test_what_is_captured_inside_a_checkpoint(fused):
+    """The first call with images that want gradients: what capturing it saves is no part of what is checkpointed."""
+    from fused_networks import images
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    for call in (lambda x: checkpoint(fused, x, use_reentrant=False), fused):
+        x = images(5).requires_grad_()
+        call(x).square().sum().backward()
+        found.append(x.grad)
+    assert float((found[0] - found[1]).abs().max()) < 1e-5 * float(found[1].abs().max())
+
+
 def test_backward_twice(fused):
     import torch
     from fused_networks import images, loss_of
