@@ -47,13 +47,13 @@ def test_ranks_train_as_one_rank_at_the_global_batch():
     given = [batches(seed) for seed in (0, 10, 20)]
 
     def run(world):
-        step = compile_step(synced, optimizer=SGD(lr=0.05, momentum=0.9), threads=1, world=world)
+        step = compile_step(synced, optimizer=SGD(lr=0.05, momentum=0.9), threads=1, world=world, evaluates=False)
         losses = [float(step(images[world.rank], labels[world.rank])) for images, labels in given]
         return losses, step.state_dict()
 
     results = together(SIZE, run)
     whole = with_batch(plain, SIZE * nets.BATCH)
-    step = compile_step(whole, optimizer=SGD(lr=0.05, momentum=0.9), threads=1)
+    step = compile_step(whole, optimizer=SGD(lr=0.05, momentum=0.9), threads=1, evaluates=False)
     losses = [float(step(np.concatenate(images), np.concatenate(labels))) for images, labels in given]
     expected = step.state_dict()
     for found, state in results:
@@ -75,7 +75,7 @@ def test_statistics_of_one_rank_serve_both(oracle):
     wide = simulated_ranks.of_all(results, synced.signature.logits)
 
     def run(world):
-        step = compile_step(synced, threads=1, world=world)
+        step = compile_step(synced, threads=1, world=world, evaluates=False)
         step.forward(images[world.rank], labels[world.rank])
         step.backward()
         return step.gradients()
