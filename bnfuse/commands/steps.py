@@ -131,7 +131,7 @@ def run(
     """
     from bnfuse import api
 
-    ranks = worlds.here.open(world, world_timeout, deterministic, target or "cpu")
+    ranks = worlds.here.open("run", world, world_timeout, deterministic, target or "cpu")
     losses = api.run(
         source,
         data=data,

@@ -130,7 +130,7 @@ def train(
     """
     from bnfuse import api
 
-    ranks = worlds.here.open(world, world_timeout, deterministic, target)
+    ranks = worlds.here.open("train", world, world_timeout, deterministic, target)
 
     def chosen() -> Any:
         recipe = updates.recipe(opt, lr_of, decay_of, layer_decay, clip_norm, clip_value, accumulate, ema, ema_warm_up)

@@ -1,6 +1,6 @@
 """Commands under mpirun, torchrun or srun: the world is opened, and whatever ends the run is told once.
 
-    world = here.open(world, timeout, target)           # None: one process
+    world = here.open("train", world, timeout, deterministic, target)           # None: one process
     if here.leads: show(...)
 
 What all ranks find wrong at the same place is printed by the first, and each ends in order. What one rank meets alone
@@ -95,10 +95,12 @@ class Here:
         """Whether this process is the one that speaks."""
         return self.world is None or self.world.rank == 0
 
-    def open(self, name: WorldName, timeout: float | None, deterministic: bool, target: str) -> World | None:
-        """Join the ranks that a launcher started. Raises BnfuseError where they do not find each other."""
+    def open(
+        self, command: str, name: WorldName, timeout: float | None, deterministic: bool, target: str
+    ) -> World | None:
+        """Join the ranks that a launcher started. Raises BnfuseError where they do not find each other, or run another
+        command."""
         from bnfuse.parallel.launched import launched
-        from bnfuse.parallel.peers import Peers
         from bnfuse.parallel.world import LIMIT, open_world
 
         self.world = self.peers = None
@@ -110,11 +112,19 @@ class Here:
             what = "on GPUs NCCL has an order of its own, the same in each run of as many ranks on the same machines"
             raise everywhere(BnfuseError(f"--deterministic is for ranks on CPUs: {what}: leave it out"))
         limit = LIMIT if timeout is None else timeout
-        self.world = open_world(kind, target=target, limit=limit, deterministic=deterministic)
+        world = open_world(kind, target=target, limit=limit, deterministic=deterministic)
         self._opening = False
-        if self.world is not None:
-            self.peers = Peers.of(self.world)
-        return self.world
+        if world is not None:
+            self.meet(world, command=command, deterministic=deterministic)
+        return world
+
+    def meet(self, world: World, **asked: object) -> None:
+        """Learn who the others are, and see that all were asked for what decides how they exchange anything."""
+        from bnfuse.parallel.peers import Peers
+        from bnfuse.training.team import Team
+
+        self.world, self.peers = world, Peers.of(world)
+        Team(world).agree(asked, "setting")
 
     def together(self, work: Callable[[], T]) -> T:
         """Do the work on every rank; what they complain of is raised on all."""

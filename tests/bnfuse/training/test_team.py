@@ -18,6 +18,7 @@ from small_training import small_data
 
 import bnfuse
 from bnfuse.build.named import build_model
+from bnfuse.commands.worlds import Here
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.data import load_data
 from bnfuse.data.augment import parse_augment
@@ -192,3 +193,10 @@ def test_graphs_of_one_network_have_one_digest_at_any_batch():
     found = digest(4)
     assert digest(16) == found
     assert found != digest(4, seed=1)
+
+
+@pytest.mark.parametrize(("name", "values"), [("command", ("train", "run")), ("deterministic", (False, True))])
+def test_ranks_that_were_started_for_something_else_are_told_apart_at_once(name, values):
+    for error in on_ranks(2, lambda world: Here().meet(world, **{name: values[world.rank]})):
+        assert str(error).startswith(f"rank 1 has the setting {name} {values[1]}, rank 0 {values[0]}: start all ranks")
+        assert error.everywhere
