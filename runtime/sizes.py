@@ -141,7 +141,7 @@ def check_ranks(program: p.Program, world: World | None) -> None:
             f"the step is compiled for {program.ranks} ranks, and {there}: start so many and open their world "
             "(world=), or compile the graph again"
             if program.ranks > 1
-            else f"the step is compiled for one process alone, and there are {size} ranks: compile the graph again here"
+            else f"the step is compiled for one process alone, and there are {size} ranks: give them the graph itself"
         )
 
 
