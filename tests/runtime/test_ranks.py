@@ -250,7 +250,7 @@ def test_a_file_is_for_as_many_ranks_as_it_was_compiled_for(tmp_path) -> None:
     with pytest.raises(BnfuseError, match=r"compiled for 2 ranks, and there are 3"):
         together(3, lambda world: load_step(path, world=world))
     compile_step(plain(), threads=1).export(path)
-    with pytest.raises(BnfuseError, match=r"for one process alone, and there are 2 ranks: compile the graph again"):
+    with pytest.raises(BnfuseError, match=r"for one process alone, and there are 2 ranks: give them the graph itself"):
         together(2, lambda world: load_step(path, world=world))
 
 
