@@ -141,7 +141,7 @@ def calls() -> Iterator[Call]:
         yield Call("dense", "test_equals_numpy", (problem,))
     for problem in load(RUNTIME / "test_loss.py").CASES:
         yield Call("loss", "test_loss_and_gradient", (problem,))
-    for kind in load(RUNTIME / "test_optim_kernels.py").KERNELS:
+    for kind in load(RUNTIME / "test_optim_kernels.py").PROBLEMS:
         yield Call("optim_kernels", "test_is_the_formula", (kind,))
     yield Call("layout_kernels", "test_from_slot_to_slot")
     for op in load(RUNTIME / "test_generic.py").UNARY:

@@ -12,7 +12,7 @@ from bnfuse.graph.training_graph import open_graph
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.lowering.early import gradients_early
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.program.pieces import last_writes
+from bnfuse.runtime.program.pieces import last_uses
 from bnfuse.runtime.targets.target import CpuTarget
 
 nets = load(pathlib.Path(__file__).parent / "test_session.py")
@@ -62,4 +62,4 @@ def test_the_bias_of_a_classifier_is_among_the_first():
     graph = open_graph(build_training_graph(nets.residual_net(), loss="none"))
     program = lower_graph(graph, CpuTarget("x86-64", 4, 1), None)[0].program
     bias = next(name for name, tensor in program.gradients.items() if tensor.shape == (5,))
-    assert last_writes(program)[bias] == 0 < len(program.phase("backward")) - 1
+    assert last_uses(program)[bias] == 0 < len(program.phase("backward")) - 1
