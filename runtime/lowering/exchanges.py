@@ -24,6 +24,7 @@ from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.generic import GenericProblem
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.program.pieces import meet
 
 FLOAT = np.dtype(np.float32).itemsize
 
@@ -181,16 +182,16 @@ def finishing(low: Lowering) -> dict[str, tuple[int, p.Storage]]:
     A BatchNorm's gradients are sums that the layer before it reads: they are this rank's own until then. A gradient
     that no launch writes is a constant, and not exchanged.
     """
-    touched: list[tuple[int, int, int, bool]] = []
+    touched: list[tuple[int, p.Storage, bool]] = []
     for index, launch in enumerate(low.launches):
         for buffer in launch.buffers:
             storage = low.storages[buffer.storage]
             if launch.phase == "backward" and storage.region == p.GRADIENTS:
-                touched.append((index, storage.offset, storage.offset + storage.bytes, buffer.access != "in"))
+                touched.append((index, storage, buffer.access != "in"))
     found = {}
     for name, index in gradient_storages(low).items():
         held = low.storages[index]
-        places = [(i, w) for i, start, stop, w in touched if start < held.offset + held.bytes and held.offset < stop]
+        places = [(place, writes) for place, storage, writes in touched if meet(storage, held)]
         if held.elements and any(writes for _, writes in places):
             found[name] = max(place for place, _ in places), held
     return found
