@@ -14,6 +14,10 @@ OLDEST = 80  # the first with bfloat16 and TF32 products and asynchronous copies
 # the same code, so that one compiled elsewhere is the one compiled here
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148}
 
+# architectures with products of a warpgroup (kernels/cuda/wgmma.py), and what code is made for to have them: such code
+# runs on no other, so there is nothing to lose by making all of it so
+WITH_WGMMA = {"sm_90": "sm_90a"}
+
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 FORM = re.compile(r"sm_(\d+)(\d)")
@@ -31,6 +35,11 @@ def runs_on(built: str, device: str) -> bool:
     """Whether a device executes code made for `built`: the same major version, and no older minor one."""
     (major, minor), (own_major, own_minor) = version(built), version(device)
     return major == own_major and minor <= own_minor
+
+
+def compiled_as(arch: str) -> str:
+    """Name what the CUDA compiler makes code for: the architecture with all of its own instructions."""
+    return WITH_WGMMA.get(arch, arch)
 
 
 def check(arch: str) -> None:

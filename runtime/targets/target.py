@@ -75,6 +75,11 @@ class CudaTarget:
         return HALVES.get(self.precision, "float32")
 
     @property
+    def has_wgmma(self) -> bool:
+        """Whether convolutions multiply by warpgroups: maps of 16 bits, on an architecture that has the instruction."""
+        return self.architecture in arch.WITH_WGMMA and self.precision in HALVES
+
+    @property
     def machine(self) -> str:
         """What decides the last bits of results."""
         return self.architecture

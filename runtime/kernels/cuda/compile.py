@@ -19,6 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
+from bnfuse.runtime.targets.arch import compiled_as
 from bnfuse.runtime.targets.target import CudaTarget
 
 REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
@@ -57,7 +58,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
     stages: Sequence[Stage] = kernel.build()
     arch = kernel.target.architecture
     source = cuda_source(stages, arch)
-    cubin, log = compile_cuda(source, arch)
+    cubin, log = compile_cuda(source, compiled_as(arch))
     parameters = [
         *((param.name, container.BUFFER) for param in kernel.params),
         *((f"{param.name}_offset", "int32") for param in kernel.params if param.is_map),
@@ -144,7 +145,7 @@ def compiler_version() -> str:
 
 
 def compile_cuda(source: str, arch: str) -> tuple[bytes, str]:
-    """Compile a source to a cubin for `arch` (sm_XX), with what ptxas says about its resources.
+    """Compile a source to a cubin for `arch` (sm_XX, or sm_90a), with what ptxas says about its resources.
 
     Raises BnfuseError where there is no compiler, or it does not compile the source.
     """

@@ -250,9 +250,9 @@ class Shared:
         return T.decl_buffer((self.bytes // size_of(dtype),), dtype, data=self.raw.data, scope="shared.dyn")
 
 
-def shared_memory(size: int) -> Shared:
-    """Declare the stage's dynamic shared memory, of `size` bytes."""
-    raw = T.alloc_buffer((size,), "uint8", scope="shared.dyn", align=128)
+def shared_memory(size: int, align: int = 128) -> Shared:
+    """Declare the stage's dynamic shared memory, of `size` bytes, from a multiple of `align` on."""
+    raw = T.alloc_buffer((size,), "uint8", scope="shared.dyn", align=align)
     return Shared(raw, size, T.bind(T.cuda.cvta_generic_to_shared(raw.ptr_to([0]))))
 
 
