@@ -3,7 +3,7 @@
 The un-lowered PrimFunc is turned into closures once. An expression that is the same for all threads stays a numpy
 scalar, any other is an array (lanes,). Control flow that depends on the thread narrows the mask of active lanes.
 Accesses are checked (bounds, alignment, use before writing, races): see lockstep_memory. What calls mean is in
-lockstep_ops.
+lockstep_ops, products of warpgroups in lockstep_wgmma.
 
 Lockstep is one legal schedule, not all of them: a race that the records of shared memory miss stays unseen, and global
 memory is watched for bounds only. float32 is rounded after every operation, where nvcc contracts a * b + c.
@@ -435,6 +435,10 @@ class _Compiler:
                 one(_narrow(row), _narrow(part) if np.ndim(part) else part)
 
         return store
+
+    def memory_of(self, buffer: Any) -> Any:
+        """The memory that a buffer is a view of."""
+        return self.memories[_key(buffer)][0]
 
     def place(self, node: Any) -> Callable[[Value], None]:
         """Stores into a register that an instruction names as its destination (the same bits, if types differ)."""

@@ -94,6 +94,7 @@ class Local:
 
     def __init__(self, machine: Machine, name: str, elements: int, dtype: np.dtype) -> None:
         self.machine, self.name, self.elements, self.dtype = machine, name, elements, dtype
+        self.watch: Any = None  # of registers that a wgmma works on (lockstep_wgmma.py)
         self.reset()
 
     def reset(self) -> None:
@@ -101,6 +102,8 @@ class Local:
         self.data = np.full(shape, POISON, np.uint8).astype(self.dtype)
         self.written = np.zeros(shape, bool)
         self.full = [False] * self.elements
+        if self.watch:
+            self.watch.reset()
 
     def _bounds(self, index: Value) -> None:
         bad = (index < 0) | (index >= self.elements)
@@ -109,6 +112,8 @@ class Local:
     def load(self, index: Value) -> Value:
         machine = self.machine
         self._bounds(index)
+        if self.watch:
+            self.watch.load(index)
         if np.ndim(index) == 0:
             if not self.full[index]:
                 machine.fail_where(~self.written[index], index, lambda i: f"{self.name}[{i}] read before it is written")
@@ -121,6 +126,8 @@ class Local:
     def store(self, index: Value, value: Value) -> None:
         mask = self.machine.mask
         self._bounds(index)
+        if self.watch:
+            self.watch.store(index)
         if np.ndim(index) == 0:
             if mask is None:
                 self.data[index] = value
@@ -188,7 +195,8 @@ class Arena:
     REPEAT: ClassVar = {2: 1, 4: 0x10001, 8: 0x1000100010001}
 
     def __init__(self, machine: Machine, races: bool) -> None:
-        self.machine, self.races, self.end = machine, races, ARENA_START
+        self.machine, self.races, self.start, self.end = machine, races, ARENA_START, ARENA_START
+        self.proxy: Any = None  # where there is a wgmma (lockstep_wgmma.py)
         self.buffers: list[Shared] = []
 
     def allocate(self, name: str, nbytes: int, align: int) -> Shared:
@@ -202,11 +210,13 @@ class Arena:
         machine = self.machine
         self.stride = -(-self.end // 128) * 128
         size = self.stride * machine.group
-        self.words = _views(np.full(size, POISON, np.uint8))
-        self.written = _views(np.zeros(size, np.uint8))
-        self.writer, self.reader = _views(np.zeros(size, np.uint8)), _views(np.zeros(size, np.uint8))
+        self.words = views_of(np.full(size, POISON, np.uint8))
+        self.written = views_of(np.zeros(size, np.uint8))
+        self.writer, self.reader = views_of(np.zeros(size, np.uint8)), views_of(np.zeros(size, np.uint8))
         self.base = machine.block * self.stride
         self.dirty = False
+        if self.proxy:
+            self.proxy.reset()
         self.pending: list[_Copy] = []
         self.committed = np.zeros(machine.lanes, np.int64)
         stamps = (machine.thread + 1).astype(np.uint64)
@@ -255,6 +265,8 @@ class Arena:
         index = self._index(address, unit * data.shape[-1], unit, lane)
         if self.races:
             self._note_write(index, unit, lane)
+        if self.proxy:
+            self.proxy.note_write(index, unit, lane)
         self.words[unit][index] = data[lane]
         self.written[unit][index] = np.iinfo(WORDS[unit]).max
         return index, lane
@@ -276,7 +288,7 @@ class Arena:
         self, table: dict[int, np.ndarray], what: str, index: np.ndarray, unit: int, lane: np.ndarray
     ) -> None:
         if self._foreign(table[unit][index], unit, lane).any():
-            halves = _halves(index, unit)
+            halves = halves_of(index, unit)
             foreign = self._foreign(table[2][halves], 2, lane)
             if foreign.any():
                 row, column = np.argwhere(foreign)[0]
@@ -293,7 +305,7 @@ class Arena:
             table[index] = own
             if (table[index] == own).all():
                 return
-        self._merge_readers(_halves(index, unit), before, unit, lane)
+        self._merge_readers(halves_of(index, unit), before, unit, lane)
 
     def _merge_readers(self, halves: np.ndarray, before: np.ndarray, unit: int, lane: np.ndarray) -> None:
         """The general case of a read: several threads read the same bytes."""
@@ -324,9 +336,17 @@ class Arena:
         if twice.any():
             self._fail("race: two threads write it at once", index, unit, twice, lane)
 
+    def note_foreign_read(self, halves: np.ndarray) -> None:
+        """Note that others than a thread's own accesses have read 2-byte units: wgmma, for all threads of its group."""
+        if self.races:
+            self.dirty = True
+            self.reader[2][halves] = self.MANY
+
     def barrier(self) -> None:
         """__syncthreads of the active blocks."""
         self.machine.whole(self.machine.threads, "barrier of a block")
+        if self.proxy:
+            self.proxy.barrier()
         if self.dirty and self.races:
             for table in (self.writer[1], self.reader[1]):
                 rows = table.reshape(self.machine.group, self.stride)
@@ -372,6 +392,8 @@ class Arena:
                 self.written[copy.unit][index] = np.iinfo(WORDS[copy.unit]).max
                 if self.races:
                     self._note_write(index, copy.unit, lane)
+                if self.proxy:
+                    self.proxy.note_write(index, copy.unit, lane)
             if not done.all():
                 rest.append(_Copy(copy.index[~done], copy.unit, copy.lane[~done], copy.group[~done]))
         self.pending = rest
@@ -420,11 +442,11 @@ class Pointer:
     size: int
 
 
-def _views(flat: np.ndarray) -> dict[int, np.ndarray]:
+def views_of(flat: np.ndarray) -> dict[int, np.ndarray]:
     return {unit: flat.view(word) for unit, word in WORDS.items()}
 
 
-def _halves(index: np.ndarray, unit: int) -> np.ndarray:
+def halves_of(index: np.ndarray, unit: int) -> np.ndarray:
     """Indices of words as indices of 2-byte units: (lanes, words) to (lanes, words * unit / 2)."""
     count = unit // 2
     return (index[..., None] * count + np.arange(count)).reshape(len(index), -1)

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from lockstep_memory import Arena, LockstepError, Pointer, Value
+from lockstep_wgmma import INSTRUCTIONS
 
 Run = Callable[[], Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -402,6 +403,7 @@ PTX: dict[str, Callable[[Any, Sequence[Any], Sequence[str]], Run]] = {
     "cp_async_ca_src_size": copy_async,
     "ldmatrix": load_matrix,
     "mma": multiply,
+    **INSTRUCTIONS,
     "red": reduce_memory,
     "bar_sync": lambda compiler, operands, tokens: compiler.arena.barrier,
     "bar_warp_sync": lambda compiler, operands, tokens: compiler.arena.warp_barrier,
@@ -422,7 +424,7 @@ def ptx(compiler: Any, name: str, args: Sequence[Any]) -> Run:
     """The instruction `name`: operands, then its modifiers as strings, the last being flags of the call."""
     tokens = [arg.value for arg in args if type(arg).__name__ == "StringImm"]
     operands = [arg for arg in args if type(arg).__name__ != "StringImm"]
-    if tokens[-1]:
+    if tokens[-1] and not name.startswith("wgmma"):  # whose predicate is scale-d
         raise NotImplementedError(f"PTX {name}: predicates and sinks are not interpreted ({tokens[-1]})")
     if name in REGISTERS:
         return registers(compiler, name, operands, tokens)
