@@ -104,9 +104,8 @@ def write_data(folder: Path) -> None:
     """Fashion-MNIST as arrays."""
     path = folder / "data.npz"
     if not path.exists():
-        raw = sources.fashion_mnist()
-        assert raw.test is not None
-        np.savez_compressed(path, x=raw.x, y=raw.y, x_test=raw.test[0], y_test=raw.test[1])
+        train, test = (sources.fashion_mnist().parts[name] for name in ("train", "test"))
+        np.savez_compressed(path, x=train.x, y=train.y, x_test=test.x, y_test=test.y)
 
 
 def main() -> None:
