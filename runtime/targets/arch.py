@@ -42,6 +42,11 @@ def compiled_as(arch: str) -> str:
     return WITH_WGMMA.get(arch, arch)
 
 
+def waits(arch: str) -> bool:
+    """Tell whether kernels wait themselves for those before them (programmatic dependent launch)."""
+    return version(arch) >= (9, 0)
+
+
 def check(arch: str) -> None:
     """Refuse what no code can be made for."""
     major, minor = version(arch)

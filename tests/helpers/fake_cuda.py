@@ -50,6 +50,7 @@ class Node:
     run: Callable[[], None]
     symbol: str  # "copy" for a copy
     values: tuple[Any, ...]
+    early: list[int] = dataclasses.field(default_factory=list)  # of `after`, the kernels that it waits for itself
 
 
 class FakeCuda:
@@ -58,6 +59,9 @@ class FakeCuda:
     CUDA_KERNEL_NODE_PARAMS = real.CUDA_KERNEL_NODE_PARAMS
     CUDA_MEMCPY3D = real.CUDA_MEMCPY3D
     CUdevice_attribute = real.CUdevice_attribute
+    CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = real.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+    CUgraphDependencyType = real.CUgraphDependencyType
+    CUgraphEdgeData = real.CUgraphEdgeData
     CUevent_flags = real.CUevent_flags
     CUfunction_attribute = real.CUfunction_attribute
     CUmemorytype = real.CUmemorytype
@@ -366,6 +370,18 @@ class FakeCuda:
         assert node.Height == node.Depth == 1
         values = int(node.dstDevice), int(node.srcDevice), int(node.WidthInBytes)
         return OK, self._add(graph, Node(list(after), lambda: self._copy(*values, 0) and None, "copy", values), count)
+
+    def cuGraphAddDependencies(self, graph: int, sources: list[int], targets: list[int], edges: Any, count: int) -> Any:
+        """Edges of kernels that wait themselves: both ends are kernels, and no edge is there twice."""
+        assert len(sources) == len(targets) == len(edges) == count
+        nodes = self.graphs[graph]
+        for source, target, edge in zip(sources, targets, edges, strict=True):
+            assert edge.from_port == self.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+            assert edge.type == self.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+            assert nodes[source].symbol != "copy" != nodes[target].symbol and source not in nodes[target].after
+            nodes[target].after.append(source)
+            nodes[target].early.append(source)
+        return (OK,)
 
     def _add(self, graph: int, node: Node, count: int) -> int:
         assert len(set(node.after)) == len(node.after) == count

@@ -52,7 +52,8 @@ def code_of(kernel: Kernel, stages: Any) -> bytes:
     parts = tuple(
         Stage(f"{stage.name}_kernel", stage.grid, stage.threads, stage.shared, tuple(names(stage))) for stage in stages
     )
-    return pack(Code(parts, parameters, kernel.target.architecture, json.dumps(kernel.key).encode()))
+    cubin = json.dumps(kernel.key).encode()
+    return pack(Code(parts, parameters, kernel.target.architecture, cubin, waits=True))
 
 
 def names(stage: Any) -> list[str]:

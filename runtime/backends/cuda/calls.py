@@ -120,7 +120,7 @@ class Calls:
             arguments = Arguments([values[name][0] for name in stage.arguments])
             for index, name in enumerate(stage.arguments):
                 self._fill(arguments, index, values[name][1], launch.phase)
-            calls.append(Call(function, stage.grid, stage.threads, stage.shared, arguments))
+            calls.append(Call(function, stage.grid, stage.threads, stage.shared, arguments, code.waits))
         given = {name: argument for name, (_, argument) in values.items()}
         touched = [accesses_of(given, stage.arguments, self._program.storages, code.slots) for stage in code.stages]
         return Task(launch.phase, tuple(map(tuple, touched)), tuple(calls), launch=launch)

@@ -61,13 +61,14 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A device kernel with its launch and its arguments."""
+    """A device kernel with its launch and its arguments. `waits` as in its code (`container.Code`)."""
 
     function: Handle
     grid: tuple[int, int, int]
     threads: int
     shared: int
     arguments: Arguments
+    waits: bool = False
 
 
 def open_driver(ordinal: int | None = None) -> Driver:
@@ -390,9 +391,17 @@ class Driver:
         """Destroy a graph."""
         self._call("cuGraphDestroy", graph)
 
-    def add_kernel(self, graph: Handle, after: Sequence[Handle], call: Call) -> Handle:
-        """Add a node that runs when those of `after` are done."""
-        return self._call("cuGraphAddKernelNode", graph, list(after), len(after), self._node(call))
+    def add_kernel(self, graph: Handle, after: Sequence[Handle], call: Call, kernels: Sequence[Handle] = ()) -> Handle:
+        """Add a node that runs when those of `after` are done. For those of `kernels`, nodes of kernels, it waits
+        itself: it comes to the GPU when all of their blocks are there and let it, or are done."""
+        node = self._call("cuGraphAddKernelNode", graph, list(after), len(after), self._node(call))
+        if kernels:
+            edge = self.cu.CUgraphEdgeData()
+            edge.from_port = self.cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+            edge.type = self.cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+            count = len(kernels)
+            self._call("cuGraphAddDependencies", graph, list(kernels), [node] * count, [edge] * count, count)
+        return node
 
     def add_copy(self, graph: Handle, after: Sequence[Handle], target: int, source: int, size: int) -> Handle:
         """Add a copy from device memory to device memory."""

@@ -1,5 +1,8 @@
 """Tasks as a CUDA graph: each waits for those that it depends on, and for nothing else.
 
+A kernel that waits for other kernels itself is on the GPU before they are done (programmatic dependent launch): its
+blocks need not be brought there, and its first instructions read, when their last block has ended.
+
 An exchange between ranks is whatever NCCL enqueues on a stream. So a graph with exchanges is begun as the capture of a
 stream of its own: kernels are added to it node by node as elsewhere, and for an exchange the stream is set behind the
 nodes that it waits for, and NCCL called. What the stream would wait for then are the exchange's last nodes: a branch
@@ -33,6 +36,7 @@ def add_tasks(
     edges = dependencies(task.accesses[index] for task, index in parts)
     nodes: list[Nodes] = []
     late: list[tuple[Handle, Call]] = []
+    kernels: set[int] = set()
     for (task, index), before in zip(parts, edges, strict=True):
         waits = distinct(itertools.chain.from_iterable(nodes[earlier] for earlier in before)) or list(after)
         if task.exchange is not None:
@@ -44,7 +48,9 @@ def add_tasks(
             nodes.append((driver.add_copy(graph, waits, *task.copy),))
         else:
             call = task.calls[index]
-            node = driver.add_kernel(graph, waits, call)
+            own = [node for node in waits if call.waits and int(node) in kernels]
+            node = driver.add_kernel(graph, [node for node in waits if node not in own], call, own)
+            kernels.add(int(node))
             nodes.append((node,))
             if call.arguments.is_late:
                 late.append((node, call))

@@ -19,7 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
-from bnfuse.runtime.targets.arch import compiled_as
+from bnfuse.runtime.targets.arch import compiled_as, waits
 from bnfuse.runtime.targets.target import CudaTarget
 
 REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
@@ -52,6 +52,13 @@ template <class> struct is_floating_point;
 }
 
 
+# A stage begins by waiting for the launches before it, and then lets those behind it come to the GPU: not before, for
+# they would hold room that the launches before still want
+WAIT = """  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+"""
+
+
 def compile_kernel(kernel: Kernel) -> bytes:
     """Compile a kernel to the code that is kept (container.py); BnfuseError as `compile_cuda`."""
     assert isinstance(kernel.target, CudaTarget)
@@ -69,7 +76,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
         for stage in stages
     ]
     return container.pack(
-        container.Code(tuple(launches), tuple(parameters), arch, cubin, slots_of(kernel), resources(log))
+        container.Code(tuple(launches), tuple(parameters), arch, cubin, slots_of(kernel), resources(log), waits(arch))
     )
 
 
@@ -106,6 +113,9 @@ def cuda_source(stages: Sequence[Stage], arch: str) -> str:
     for stage in stages:
         if stage.may_alias:  # TVM takes device functions' parameters for distinct, whatever their attributes say
             source = re.sub(rf"\b{symbol_of(stage)}\([^)]*\)", lambda m: m[0].replace(" __restrict__", ""), source)
+        if waits(arch):
+            source, count = re.subn(rf"\b{symbol_of(stage)}\([^)]*\) {{\n", lambda m: m[0] + WAIT, source)
+            assert count == 1, symbol_of(stage)
     return source
 
 

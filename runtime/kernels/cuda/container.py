@@ -35,7 +35,9 @@ class Code:
 
     `parameters` are names and types. `slots` has, for maps that may be a slot of a wider buffer, the channels and
     the buffer's: launches on disjoint slots need not wait for each other. `resources` are what the compiler says of
-    registers and the like; nothing here reads them. ValueError where stages and parameters do not fit together.
+    registers and the like; nothing here reads them. `waits` tells that stages wait for the launches before them
+    themselves, so that their blocks may come to the GPU while those still run. ValueError where stages and parameters
+    do not fit together.
     """
 
     stages: tuple[Stage, ...]
@@ -44,6 +46,7 @@ class Code:
     cubin: bytes
     slots: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    waits: bool = False
 
     def __post_init__(self) -> None:
         names = {name for name, _ in self.parameters}
@@ -81,6 +84,7 @@ def unpack(data: bytes, kernel: str) -> Code:
             cubin,
             {name: (int(slot[0]), int(slot[1])) for name, slot in fields.get("slots", {}).items()},
             fields.get("resources", {}),
+            fields.get("waits") is True,
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BnfuseError(f"kernel '{kernel}' is no code for a GPU ({error}): compile the model again") from None

@@ -17,6 +17,7 @@ CODE = Code(
     b"\x7fELF\n\x00{}\n",
     {"x": (32, 256)},
     {"partial": {"registers": 96}},
+    True,
 )
 
 

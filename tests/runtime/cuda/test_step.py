@@ -58,7 +58,8 @@ def contained(compiled: Compiled) -> Compiled:
         parameters = parameters_of(launch)
         names = tuple(name for name, _ in parameters)
         stages = (Part("first", (2, 1, 1), 64, 0, names[:1]), Part("second", (9, 1, 1), 256, 64 << 10, names))
-        codes.append(pack(Code(stages, parameters, "sm_90", f"{index} of {len(program.launches)}".encode())))
+        cubin = f"{index} of {len(program.launches)}".encode()
+        codes.append(pack(Code(stages, parameters, "sm_90", cubin, waits=True)))
     launches = [dataclasses.replace(launch, kernel=index) for index, launch in enumerate(program.launches)]
     names = [program.kernels[launch.kernel] for launch in program.launches]
     return Compiled(dataclasses.replace(program, kernels=names, launches=launches, works=[]), codes)
