@@ -54,6 +54,10 @@ CASES: tuple[Case, ...] = (
     Case("densenet121-sampled", "densenet121", 64, 224, ("bf16",), SAMPLED, ("timing",)),
     Case("resnet50", "resnet50", 64, 224, ("bf16",), ("icf",), FAST),
     Case("mobilenetv2", "mobilenetv2", 64, 224, ("bf16",), ("icf",), FAST),
+    Case("resnet50-256", "resnet50", 256, 224, ("bf16",), ("icf",), FAST),
+    Case("vgg16", "vgg16", 64, 224, ("bf16",), ("icf",), FAST),
+    Case("googlenet", "googlenet", 64, 224, ("bf16",), ("icf",), FAST),
+    Case("squeezenet", "squeezenet", 64, 224, ("bf16",), ("icf",), FAST),
 )
 
 
