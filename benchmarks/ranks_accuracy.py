@@ -1,19 +1,22 @@
 """What statistics of few images cost: resnet20 on Fashion-MNIST by 4 ranks of 8 images, SyncBN and its cheaper forms.
 
-    python benchmarks/ranks_accuracy.py --out accuracy.jsonl            # 9 forms, 3 seeds; again: what is missing
+    python benchmarks/ranks_accuracy.py --out accuracy.jsonl            # 8 forms, 3 seeds; again: what is missing
+    python benchmarks/ranks_accuracy.py --out accuracy.jsonl --ranks 4  # the same by mpirun
     python benchmarks/ranks_accuracy.py --out accuracy.jsonl --show     # a table
 
 sync     statistics of all 32 images
 local    those of a rank's 8, as under DistributedDataParallel
-whole    one process of 32 images: what `sync` is to be
 fs       of a patch of every rank's maps
 ranks    of the first one or two ranks' images (batch sampling over ranks, [Chen18], section 4.3)
 vdn      of virtual samples, which all ranks draw alike; fs+vdn: of both
 
-SGD with momentum, a cosine from --lr with half an epoch of warm-up, flips and shifted crops. A seed decides the initial
-values, the order of images, their augmentation and what is sampled. Each run is `mpirun -n 4 python -m bnfuse train`
-with a thread a rank, and a line of JSON as soon as it is done: the accuracy after the last epoch on all 10,000 images
-of the test part, and seconds, which are for planning alone. Needs bnfuse[mpi] and Debian's dataset-fashion-mnist.
+By default one process trains with all 32 images, whose statistics it takes as the ranks would: of all, of groups of 8,
+of a run of 8 or 16. Four ranks do the same but for the order of sums (ranks_equal.py), and far slower where they
+share a core. SGD with momentum, a cosine from --lr with half an epoch of warm-up, flips and shifted crops. A seed
+decides the initial values, the order of images, their augmentation and what is sampled. Each run is a process of
+`bnfuse train` with a thread a rank, and a line of JSON as soon as it is done: the accuracy after the last epoch on all
+10,000 images of the test part, and seconds, which are for planning alone. Needs Debian's dataset-fashion-mnist, for
+ranks bnfuse[mpi] too.
 """
 
 from __future__ import annotations
@@ -36,17 +39,16 @@ from bnfuse.data import sources
 from bnfuse.models import build_forward
 
 RANKS, EACH, IMAGE = 4, 8, 28
-FORMS: dict[str, dict[str, Any]] = {  # arguments of rewrite
-    "sync": {"sync": True},
-    "local": {},
-    "sync fs:1/16": {"sync": True, "sample": "fs:1/16"},
-    "sync fs:1/32": {"sync": True, "sample": "fs:1/32"},
-    "sync ranks 2": {"sync": True, "sync_ranks": 2},
-    "sync ranks 1": {"sync": True, "sync_ranks": 1},
-    "sync vdn:2": {"sync": True, "sample": "vdn:2"},
-    "sync fs:1/32+vdn:2": {"sync": True, "sample": "fs:1/32+vdn:2"},
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of rewrite: of a rank, of one process
+    "sync": ({"sync": True}, {}),
+    "local": ({}, {"local_bn": EACH}),
+    "fs:1/16": ({"sync": True, "sample": "fs:1/16"}, {"sample": "fs:1/16"}),
+    "fs:1/32": ({"sync": True, "sample": "fs:1/32"}, {"sample": "fs:1/32"}),
+    "2 ranks": ({"sync": True, "sync_ranks": 2}, {"sample": f"bs:{2 * EACH}"}),
+    "1 rank": ({"sync": True, "sync_ranks": 1}, {"sample": f"bs:{EACH}"}),
+    "vdn:2": ({"sync": True, "sample": "vdn:2"}, {"sample": "vdn:2"}),
+    "fs:1/32+vdn:2": ({"sync": True, "sample": "fs:1/32+vdn:2"}, {"sample": "fs:1/32+vdn:2"}),
 }
-WHOLE = "whole"
 
 
 def write_data(folder: Path, images: int) -> Path:
@@ -57,22 +59,21 @@ def write_data(folder: Path, images: int) -> Path:
     return path
 
 
-def graph_of(form: str, seed: int, network: str) -> Any:
-    """Build and rewrite a rank's training graph, or that of one process; the seed draws the initial values."""
-    batch = EACH * (RANKS if form == WHOLE else 1)
-    forward = build_forward(network, batch=batch, image=IMAGE, channels=1, classes=10, seed=seed)
-    return bnfuse.rewrite(build_training_graph(forward), level="icf", **FORMS.get(form, {})).model
+def graph_of(form: str, seed: int, network: str, ranks: int) -> Any:
+    """Build and rewrite the training graph of a rank, or of one process; the seed draws the initial values."""
+    forward = build_forward(network, batch=EACH * RANKS // ranks, image=IMAGE, channels=1, classes=10, seed=seed)
+    return bnfuse.rewrite(build_training_graph(forward), level="icf", **FORMS[form][ranks == 1]).model
 
 
 def run(form: str, seed: int, data: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train once. Raises SystemExit with what was said where it fails."""
     graph, metrics = folder / "train.onnx", folder / "run.jsonl"
-    bnfuse.save(graph_of(form, seed, options.network), graph)
+    bnfuse.save(graph_of(form, seed, options.network, options.ranks), graph)
     metrics.unlink(missing_ok=True)
     begun = time.perf_counter()
     done = subprocess.run(
         [
-            *([] if form == WHOLE else ["mpirun", "-n", str(RANKS)]),
+            *(["mpirun", "-n", str(RANKS)] if options.ranks > 1 else []),
             *(sys.executable, "-m", "bnfuse", "train", str(graph), "--data", str(data), "--seed", str(seed)),
             *("--epochs", str(options.epochs), "--eval-every", str(options.epochs), "--lr", str(options.lr)),
             *("--weight-decay", "2e-4", "--warm-up", "0.5", "--augment", "flip,pad-crop:2", "--threads", "1"),
@@ -89,11 +90,11 @@ def run(form: str, seed: int, data: Path, folder: Path, options: argparse.Namesp
 
 
 def show(lines: list[dict[str, Any]]) -> str:
-    """Make a table: accuracies in percent, and how far their mean is from that of `sync`, seed by seed."""
+    """Make a table: accuracies in percent, and how far their mean is from that of `sync` with the same seeds."""
     runs = {(line["form"], line["seed"]): 100 * line["accuracy"] for line in lines}
     rows = ["| statistics | " + " | ".join(f"seed {s}" for s in seeds_of(runs)) + " | mean | less `sync` |"]
     rows.append("| --- |" + " ---: |" * (len(seeds_of(runs)) + 2))
-    for form in (WHOLE, *FORMS):
+    for form in FORMS:
         found = {seed: runs[form, seed] for seed in seeds_of(runs) if (form, seed) in runs}
         if found:
             apart = [value - runs["sync", seed] for seed, value in found.items() if ("sync", seed) in runs]
@@ -112,22 +113,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--network", default="resnet20")
-    parser.add_argument("--images", type=int, default=12_000, help="of the training part")
+    parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=1)
+    parser.add_argument("--images", type=int, default=8_000, help="of the training part")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--form", action="append", choices=(WHOLE, *FORMS), help="these alone")
+    parser.add_argument("--form", action="append", choices=(*FORMS,), help="these alone")
     options = parser.parse_args()
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     if options.show:
-        print(show(lines))
+        print(show([line for line in lines if line["ranks"] == options.ranks]))
         return
-    recipe = {"network": options.network, "images": options.images, "epochs": options.epochs, "lr": options.lr}
+    recipe = {name: getattr(options, name) for name in ("ranks", "network", "images", "epochs", "lr")}
     done = {(line["form"], line["seed"]) for line in lines if recipe.items() <= line.items()}
     with tempfile.TemporaryDirectory(prefix="bnfuse-accuracy-") as place:
         data = write_data(Path(place), options.images)
         for seed in range(options.seeds):
-            for form in options.form or (*FORMS, WHOLE):
+            for form in options.form or FORMS:
                 if (form, seed) not in done:
                     found = {**run(form, seed, data, Path(place), options), **recipe}
                     with options.out.open("a") as file:
