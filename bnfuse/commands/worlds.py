@@ -20,14 +20,13 @@ import typer
 
 from bnfuse.core.errors import BnfuseError, LostRankError, everywhere
 from bnfuse.core.interrupts import interrupts
+from bnfuse.parallel.waiting import LAST_TURN, TURN
 
 if TYPE_CHECKING:
     from bnfuse.parallel.peers import Peers
     from bnfuse.parallel.world import World
 
 T = TypeVar("T")
-TURN = 0.3  # seconds by which a rank lets the one before it speak first
-LAST_TURN = 3.0
 DYING = 1.0  # seconds
 
 

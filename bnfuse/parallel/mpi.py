@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -24,7 +26,8 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError, LostRankError, first_line
 from bnfuse.parallel.launched import Launched
 from bnfuse.parallel.packing import is_small, packed, sum_in_order, unpack
-from bnfuse.parallel.waiting import lost, wait_until
+from bnfuse.parallel.peers import stopped_beside
+from bnfuse.parallel.waiting import LAST_TURN, TURN, lost, wait_until
 from bnfuse.parallel.world import Exchanged, Request
 
 Stages = Iterator[list[Any]]  # MPI requests that are to be done before the next stage begins
@@ -48,6 +51,46 @@ def import_mpi() -> Any:
     return MPI
 
 
+def library_of(mpi: Any) -> ctypes.CDLL:
+    """Give MPI's own functions. Called through ctypes they leave Python's lock to others, where mpi4py's MPI_Init and
+    MPI_Finalize keep it for as long as they wait."""
+    return ctypes.CDLL(mpi.__file__)  # a name is looked for in what it was linked with, too
+
+
+def initialize(mpi: Any, found: Launched, limit: float) -> None:
+    """Initialise MPI, which waits for all ranks and knows no limit. A rank that has waited for so long ends the run."""
+    given = ctypes.c_int()
+    with ended_after(limit, unmet(limit), found.rank):
+        library_of(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_SERIALIZED), ctypes.byref(given))
+    for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does where it initialises
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def unmet(limit: float) -> str:
+    """Say that ranks did not come together."""
+    return f"has waited {limit:g} s for the others to begin"
+
+
+@contextlib.contextmanager
+def ended_after(limit: float, what: str, rank: int) -> Iterator[None]:
+    """End this process if the context takes longer than the limit; its launcher ends the others. `what` this rank then
+    says, with the ranks of this machine that are stopped, and leaves to the ranks before it to say first."""
+
+    def end() -> None:
+        if what:
+            stopped = "; ".join(stopped_beside()) or "a rank has ended, hangs, or is slower than that"
+            os.write(2, f"bnfuse: rank {rank} {what}: {stopped}\n".encode())
+        os._exit(WORST)
+
+    timer = threading.Timer(limit + min(TURN * rank, LAST_TURN), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class MpiWorld:
     """See `World`. With `deterministic` sums are taken in the order of ranks, whatever MPI would do."""
 
@@ -58,14 +101,15 @@ class MpiWorld:
         self.limit, self.deterministic = limit, deterministic
         if not self._mpi.Is_initialized():
             os.environ.setdefault(QUIET, "1")
-            self._mpi.Init_thread(self._mpi.THREAD_SERIALIZED)
+            initialize(self._mpi, found, limit)
             atexit.register(self._leave)
         world = self._mpi.COMM_WORLD
         self.rank, self.size = int(world.rank), int(world.size)
         self.local_rank, self.local_size = found.local_rank, found.local_size
         check_same(found, self.rank, self.size, str(self._mpi.Get_library_version()))
         # ranks that disagree about what comes next meet nobody, where in one communicator they would meet any message
-        self._comm, self._second, self._small, self._last = (world.Dup() for _ in range(4))
+        with ended_after(limit, unmet(limit), self.rank):
+            self._comm, self._second, self._small, self._last = (world.Dup() for _ in range(4))
         self._lock = threading.RLock()
         self._open: collections.deque[MpiRequest] = collections.deque()
         self._is_lost = False
@@ -191,7 +235,8 @@ class MpiWorld:
             self._wait(lambda: self._last.Ibarrier(), "the end of the run")
         except LostRankError:
             self.end("", WORST)
-        self._mpi.Finalize()
+        with ended_after(self.limit, "", self.rank):
+            library_of(self._mpi).MPI_Finalize()
 
 
 class MpiRequest:

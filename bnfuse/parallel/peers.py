@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bnfuse.parallel.world import World
 
 STATES = {"T": "is stopped", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+STOPPED = "Tt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,24 @@ def machine() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
+
+
+def stopped_beside() -> list[str]:
+    """Name the processes that are stopped of those that this one's launcher has started on this machine."""
+    found = []
+    for pid in sorted(int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
+        state, began = status_of(pid)
+        if state in STOPPED and parent_of(pid) == os.getppid():
+            found.append(f"process {pid} {fate_of(pid, began)}")
+    return found
+
+
+def parent_of(pid: int) -> int:
+    """Give the number of a process's parent; 0 where it is not there."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 def fate_of(pid: int, started: str) -> str | None:

@@ -11,6 +11,8 @@ from bnfuse.core.errors import LostRankError
 
 BUSY = 200e-6  # seconds of asking again at once, but for those who want the processor; then of ever longer pauses
 LONGEST = 1e-3  # of a pause
+TURN = 0.3  # seconds by which a rank lets the one before it speak first, where all find out the same
+LAST_TURN = 3.0
 
 
 class Ranked(Protocol):

@@ -125,7 +125,7 @@ def train(world: World) -> dict[str, np.ndarray]:
 
 
 def leave(world: World, how: str) -> None:
-    """Let rank 1 be no longer there."""
+    """Let rank 1 be no longer there; where it was to stop before it began, this is too late."""
     if world.rank == 1:
         if how == "raise":
             raise ValueError("what went wrong")
@@ -138,6 +138,8 @@ def leave(world: World, how: str) -> None:
 def main(what: str, folder: str, how: str = "", limit: str = "20") -> None:
     """One rank: leave, or exchange in a world of either kind, perhaps train, and leave then."""
     if what == "leave":
+        if how == "begin" and os.environ["PMI_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
         world = open_world(limit=float(limit))
         assert world is not None
         leave(world, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import launched_ranks
@@ -92,6 +93,18 @@ def test_when_a_rank_is_gone_all_end(how: str, says: str, expected: int, tmp_pat
     if how == "stop":
         assert "LostRankError: rank 0" in output or "LostRankError: rank 2" in output
         assert "Go on from the last checkpoint" in output
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_stopped_before_it_begins_is_not_waited_for_longer_than_the_limit(tmp_path):
+    """MPI itself would wait for ever, and keep Python's lock."""
+    status, output, seconds = by_mpirun(3, "leave", str(tmp_path), "begin", f"{LIMIT}")
+    assert status == 1, output
+    lines = [line for line in output.splitlines() if line.startswith("bnfuse: ")]
+    assert len(lines) == 1, output
+    told = rf"bnfuse: rank 0 has waited {LIMIT:g} s for the others to begin: process [0-9]+ is stopped"
+    assert re.fullmatch(told, lines[0])
+    assert seconds < LIMIT + 10
 
 
 # -- which world ----------------------------------------------------------------------------------------------------
