@@ -71,7 +71,7 @@ def compile_step(
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
     machine = resolve(target, threads, precision)
-    ranks = Ranks(1 if world is None else world.size, bucket, wire)
+    ranks = Ranks(1 if world is None else world.size, bucket, wire, getattr(world, "maps", False))
 
     def pairs_of(first: bool) -> list[Pair]:
         told = progress if first else None

@@ -74,7 +74,8 @@ class Together(Exclusive):
     @property
     def ranks(self: Insides) -> Ranks:
         """What the step is compiled for."""
-        return Ranks(1 if self.world is None else self.world.size, self._shared.bucket, wire_of(self.program))
+        size = 1 if self.world is None else self.world.size
+        return Ranks(size, self._shared.bucket, wire_of(self.program), p.MAPPED in self.program.regions)
 
     @alone
     def share_state(self: Insides) -> None:

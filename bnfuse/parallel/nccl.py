@@ -23,6 +23,7 @@ import numpy as np
 
 from bnfuse.core import nvidia
 from bnfuse.core.errors import BnfuseError, LostRankError, everywhere, first_line, one_line
+from bnfuse.parallel import mapping
 from bnfuse.parallel.waiting import lost
 from bnfuse.parallel.world import Exchanged, Request, World
 
@@ -56,6 +57,14 @@ class GpuWorld(World, Protocol):
 
     def enqueue_gathers(self, pairs: Sequence[tuple[Piece, Piece]], stream: int) -> None:
         """Enqueue one message: of each pair, own and all, `all` gets every rank's own in the order of ranks."""
+
+    @property
+    def maps(self) -> bool:
+        """Whether the GPUs reach each other's memory, so that kernels may exchange what is small."""
+
+    def share(self, address: int, stop: int, owner: object) -> list[int]:
+        """Give the addresses of the same block of all ranks, in their order; they all call it. `stop` is the address of
+        a uint64 that becomes 1 where this rank gives up; the block stays as long as its `owner`, whom this keeps."""
 
     def watch(self, is_done: Callable[[], bool]) -> None:
         """Wait until the GPU is done. Raises LostRankError where that takes longer than the limit, or NCCL failed."""
@@ -147,7 +156,7 @@ def open_nccl(bootstrap: World, *, deterministic: bool = False) -> NcclWorld:
         communicator = within(bootstrap.limit, join, "find each other's GPUs")
     except nccl.NCCLError as error:
         raise BnfuseError(f"NCCL does not start ({one_line(str(error))}): NCCL_DEBUG=WARN says more") from None
-    return NcclWorld(bootstrap, nccl, communicator, gpu.ordinal)
+    return NcclWorld(bootstrap, nccl, communicator, gpu.ordinal, maps=reach(bootstrap))
 
 
 def agree(said: Sequence[bytes]) -> None:
@@ -167,6 +176,13 @@ def agree(said: Sequence[bytes]) -> None:
                 "start one rank a GPU, and let each choose its own (torch.cuda.set_device(local_rank)) where the script"
             )
             raise everywhere(BnfuseError(f"ranks {other} and {rank} have the same GPU: {what} chooses one"))
+
+
+def reach(bootstrap: World) -> bool:
+    """Tell whether the GPUs of all ranks reach each other's memory, by trying it."""
+    cu = nvidia.bindings()
+    address = int(checked("cuMemAlloc", cu.cuMemAlloc(mapping.LEAST)))  # others may have it open until they end
+    return mapping.everyones(bootstrap, address) is not None
 
 
 def within(limit: float, call: Callable[[], Any], what: str) -> Any:
@@ -195,12 +211,15 @@ class NcclWorld:
 
     name = "NCCL"
 
-    def __init__(self, bootstrap: World, nccl: Any, communicator: Any, device: int) -> None:
+    def __init__(self, bootstrap: World, nccl: Any, communicator: Any, device: int, *, maps: bool = False) -> None:
         self.rank, self.size = bootstrap.rank, bootstrap.size
         self.local_rank, self.local_size = bootstrap.local_rank, bootstrap.local_size
-        self.device = device
+        self.device, self.maps = device, maps
         self._bootstrap, self._nccl, self._communicator = bootstrap, nccl, communicator
         self._lost = ""  # why this rank has given up
+        self._stops: list[tuple[int, object]] = []  # where that is written for kernels that wait, and what keeps it
+        self._stopped = np.ones(1, np.uint64)
+        self._stream: Any = None  # for that alone: on others there are those who wait
 
     @property
     def limit(self) -> float:
@@ -256,6 +275,19 @@ class NcclWorld:
             for own, all_ in pairs:
                 self._nccl.all_gather(own.address, all_.address, own.elements, self._type(own), communicator, stream)
 
+    def share(self, address: int, stop: int, owner: object) -> list[int]:
+        """Give the addresses of the same block of all ranks, in their order."""
+        found = mapping.everyones(self._bootstrap, address) if self.maps else None
+        if found is None:
+            raise BnfuseError(
+                "the step was compiled for GPUs that reach each other's memory, and these do not: compile it again here"
+            )
+        if self._stream is None:
+            cu = nvidia.bindings()
+            self._stream = checked("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._stops.append((stop, owner))
+        return found
+
     def _type(self, piece: Piece) -> int:
         return int(getattr(self._nccl.DataType, TYPES[piece.dtype]))
 
@@ -306,5 +338,7 @@ class NcclWorld:
         if self._lost:
             return
         self._lost = why
+        for stop, _ in self._stops:
+            nvidia.bindings().cuMemcpyHtoDAsync(stop, self._stopped.ctypes.data, self._stopped.nbytes, self._stream)
         with contextlib.suppress(BnfuseError, self._nccl.NCCLError):
             within(CLOSED, functools.partial(self._nccl.comm_abort, self._communicator), "abort")

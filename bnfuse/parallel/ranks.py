@@ -15,7 +15,8 @@ WIRES = ("fp32", "bf16")  # what gradients are on their way
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, how many bytes of gradients, at least, go on their way together, and as what.
+    """How many ranks there are, how many bytes of gradients, at least, go on their way together, and as what; `mapped`
+    where all of them are GPUs that reach each other's memory.
 
     A step of one rank exchanges nothing. Raises BnfuseError for numbers that are none, and for an unknown `wire`.
     """
@@ -23,6 +24,7 @@ class Ranks:
     size: int = 1
     bucket: int = BUCKET
     wire: str = WIRES[0]
+    mapped: bool = False
 
     def __post_init__(self) -> None:
         check_whole("ranks", self.size, 1)

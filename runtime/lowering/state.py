@@ -80,6 +80,7 @@ class Lowering:
     mean_loss: int | None = None  # storage: the loss as the mean over the ranks
     counts: int | None = None  # storage: 1 on ranks whose samples statistics are of, the first `counted_ranks`, else 0
     counted_ranks: int = 0
+    header: int | None = None  # storage: of the memory in which GPUs of other ranks write
 
     # -- memory ------------------------------------------------------------------------------------------------
 

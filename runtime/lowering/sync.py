@@ -3,6 +3,9 @@
     mean, variance  ->  GATHER [ranks, C]  ->  their combination, the same on all ranks
     terms           ->  each divided by the number of ranks  ->  SUM
 
+    mean, variance  ->  their combination        where GPUs reach each other's memory: the kernel exchanges them itself,
+    terms           ->  their mean               as one of those that are done per channel (kernels/cuda/mapped.py)
+
 Statistics are gathered and not summed: a variance made of raw sums would cancel where a mean is large. Terms of
 gradients are sums already.
 """
@@ -17,6 +20,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels import registry
+from bnfuse.runtime.kernels.common.coefficients import box_words
 from bnfuse.runtime.kernels.common.generic import GenericProblem
 from bnfuse.runtime.lowering.norm import coefficients
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -32,6 +36,10 @@ def all_reduce_moments(low: Lowering, operands: Values, results: Values, attribu
     (channels,) = low.shape(operands["mean"])
     own = {name: low.dense(value) for name, value in operands.items()}
     gathered = own
+    if is_mapped(low, attributes):
+        refs = {**own, **new_vectors(low, results, channels), **boxes(low, len(own), channels)}
+        coefficients(low, "all_moments", (channels, low.ranks.size, low.ranks.size, True), refs)
+        return
     if low.ranks.size > 1:
         gathered = {name: low.storage(channels * low.ranks.size) for name in own}
         low.exchange(p.GATHER, [storage for name in own for storage in (own[name], gathered[name])])
@@ -47,6 +55,11 @@ def all_reduce_terms(low: Lowering, operands: Values, results: Values, attribute
         raise BnfuseError(f"node '{low.node}' exchanges channels {start} to {stop} of {length}: rewrite the graph anew")
     ranks = counted(low, attributes)
     made = {name: low.new_dense(value, (stop - start,)) for name, value in results.items()}
+    if is_mapped(low, attributes):
+        read = {name: vector_range(low, value, start) for name, value in operands.items()}
+        refs = {**read, **made, **boxes(low, len(read), stop - start)}
+        coefficients(low, "all_terms", (stop - start, length, low.ranks.size, True), refs)
+        return
     summed = made if ranks == low.ranks.size else {name: low.storage(stop - start) for name in made}
     read = {name: vector_range(low, value, start) for name, value in operands.items()}
     coefficients(low, "all_terms", (stop - start, length, ranks), {**read, **summed})
@@ -55,6 +68,23 @@ def all_reduce_terms(low: Lowering, operands: Values, results: Values, attribute
     if summed is not made:
         for name, storage in summed.items():
             where_counted(low, ranks, storage, made[name])
+
+
+def is_mapped(low: Lowering, attributes: Attributes) -> bool:
+    """Tell whether kernels exchange by themselves: what is of some ranks alone goes as everywhere."""
+    return low.ranks.mapped and low.ranks.size > 1 and counted(low, attributes) == low.ranks.size
+
+
+def boxes(low: Lowering, sent: int, channels: int) -> dict[str, int]:
+    """Make the boxes of an exchange by a kernel, at the same place for each rank; and the header before them all."""
+    if p.MAPPED not in low.regions:
+        for region in (p.MAPPED, *map(p.mapped_of, range(low.ranks.size))):
+            header = low.storage(p.HEADER, "uint64", region)
+            low.header = header if region == p.MAPPED else low.header
+    assert low.header is not None
+    words = box_words(low.ranks.size, sent, channels)
+    outboxes = {f"outbox{rank}": low.storage(words, "uint64", p.mapped_of(rank)) for rank in range(low.ranks.size)}
+    return {"header": low.header, "inbox": low.storage(words, "uint64", p.MAPPED), **outboxes}
 
 
 def where_counted(low: Lowering, ranks: int, source: int, target: int) -> None:

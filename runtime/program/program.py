@@ -42,6 +42,9 @@ OUTPUTS = "outputs"
 CONSTANTS = "constants"
 OPTIMIZER = "optimizer"
 WIRE = "wire"  # gradients in half of their bits, on their way between ranks
+MAPPED = "mapped"  # where the GPUs of other ranks write what kernels exchange; `mapped_of` has that of each rank, as it
+# is seen from here. In the first HEADER words, uint64, are this rank's number, and whether it has given up
+HEADER = 8
 ACCUMULATED = "accumulated"  # gradients of several steps, as `gradients` has them
 AVERAGE = "average"  # of the parameters over the updates, element for element as `parameters` has them
 AVERAGE_RUNNING = "average_running"  # and of the running statistics
@@ -312,6 +315,16 @@ def _launch_from_data(data: list[Any]) -> Launch:
 
     phase, kernel, node, arguments = data
     return Launch(phase, kernel, node, tuple(argument(a) for a in arguments))
+
+
+def mapped_of(rank: int) -> str:
+    """Name the region that is rank `rank`'s MAPPED, as it is seen from this one."""
+    return f"{MAPPED}_{rank}"
+
+
+def mapped_regions(program: Program) -> list[str]:
+    """List MAPPED, and the same of each rank in their order; nothing of a program without."""
+    return [MAPPED, *map(mapped_of, range(program.ranks))] if MAPPED in program.regions else []
 
 
 def aligned(size: int) -> int:

@@ -65,6 +65,7 @@ class FakeCuda:
     CUevent_flags = real.CUevent_flags
     CUfunction_attribute = real.CUfunction_attribute
     CUmemorytype = real.CUmemorytype
+    CUipcMemHandle = real.CUipcMemHandle
     CUstream_flags = real.CUstream_flags
     CUstreamCaptureMode = real.CUstreamCaptureMode
     CUstreamUpdateCaptureDependencies_flags = real.CUstreamUpdateCaptureDependencies_flags
@@ -221,6 +222,16 @@ class FakeCuda:
     def cuMemFree(self, address: int) -> Any:
         del self.blocks[address]
         return (OK,)
+
+    def cuIpcGetMemHandle(self, address: int) -> Any:
+        self._check_context()
+        handle = real.CUipcMemHandle()
+        ctypes.memmove(int(handle.getPtr()), address.to_bytes(64, "little"), 64)
+        return OK, handle
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:
+        assert flags == real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return OK, int.from_bytes(ctypes.string_at(int(handle.getPtr()), 64), "little")
 
     def cuMemAllocHost(self, size: int) -> Any:
         return OK, self._allocate(self.host_blocks, size)

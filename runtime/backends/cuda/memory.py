@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import weakref
 from collections.abc import Mapping
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.parallel.mapping import LEAST
+from bnfuse.parallel.nccl import GpuWorld
 from bnfuse.runtime.backends.cuda.dlpack import View
 from bnfuse.runtime.backends.cuda.driver import Driver, Stream
 from bnfuse.runtime.backends.cuda.queue import Queue
 from bnfuse.runtime.backends.memory import Store
+from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.program import Program, Storage
 
 
@@ -29,13 +33,35 @@ class Region:
         driver.zero(self.address, max(size, 1), stream)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """A region of another rank's GPU, as it is seen from here."""
+
+    bytes: int
+    address: int
+
+
+def mapped(program: Program, queue: Queue, world: GpuWorld) -> dict[str, Region | Mapped]:
+    """Make the regions in which GPUs of other ranks write, and find theirs. All ranks call it for the same program."""
+    names = p.mapped_regions(program)
+    if not names:
+        return {}
+    size = max(program.regions[p.MAPPED], LEAST)
+    own = Region(queue.driver, size, "what the ranks exchange", queue.stream)
+    header = np.array([world.rank, 0], np.uint64)
+    queue.driver.copy_in(own.address, header.ctypes.data, header.nbytes, queue.stream)
+    queue.driver.synchronize(queue.stream)
+    seen = world.share(own.address, own.address + header.itemsize, own)
+    return dict(zip(names, [own, *(Mapped(size, address) for address in seen)], strict=True))
+
+
 class DeviceMemory(Store):
     """Regions in `shared` belong to another memory, and are taken where they are large enough. The constructor wants
     the driver to be active; reading and writing see to it themselves, and wait for what is under way."""
 
-    def __init__(self, program: Program, queue: Queue, shared: Mapping[str, Region] | None = None) -> None:
+    def __init__(self, program: Program, queue: Queue, shared: Mapping[str, Region | Mapped] | None = None) -> None:
         self.program, self.queue, self.driver = program, queue, queue.driver
-        self.regions: dict[str, Region] = {}
+        self.regions: dict[str, Region | Mapped] = {}
         for name, size in program.regions.items():
             other = (shared or {}).get(name)
             fits = other is not None and other.bytes >= size

@@ -20,7 +20,7 @@ from bnfuse.runtime.backends.cuda.array import DeviceArray
 from bnfuse.runtime.backends.cuda.calls import Calls, Modules, Task, unpacked
 from bnfuse.runtime.backends.cuda.driver import Driver, Stream, open_driver
 from bnfuse.runtime.backends.cuda.graph import Graph, capture
-from bnfuse.runtime.backends.cuda.memory import DeviceMemory, Results, Staging, to_host
+from bnfuse.runtime.backends.cuda.memory import DeviceMemory, Results, Staging, mapped, to_host
 from bnfuse.runtime.backends.cuda.queue import Queue
 from bnfuse.runtime.backends.execution import (
     STATE,
@@ -52,7 +52,8 @@ class CudaRunner:
         self.program, self.target, self.beside = compiled.program, target, beside
         self._world = gpu_world(world)
         self._codes = unpacked(compiled.program, compiled.codes)
-        self._host = Memory(compiled.program, without=(p.ARENA, p.CONSTANTS)) if beside is None else None
+        without = (p.ARENA, p.CONSTANTS, *p.mapped_regions(compiled.program))
+        self._host = Memory(compiled.program, without=without) if beside is None else None
         self._device: Device | None = None
 
     @property
@@ -160,7 +161,8 @@ class Device:
         self.modules: Modules = beside.modules if beside else Modules(self.queue)
         self.results: Results = beside.results if beside else Results(self.queue)
         with self.driver.active():
-            shared = shared_regions(beside.memory.regions, beside.program, program) if beside else None
+            shared = shared_regions(beside.memory.regions, beside.program, program) if beside else {}
+            shared |= mapped(program, self.queue, world) if world is not None else {}
             self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
             self.calls = Calls(program, codes, self.modules, self.memory, world)
             self._exchanges = any(launch.exchanges for launch in program.launches)

@@ -19,6 +19,7 @@ from bnfuse.opset.reference_sampling import range_factor
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
 from bnfuse.runtime.kernels.kernel import Param
+from bnfuse.runtime.program.program import HEADER
 
 Emit = Callable[["Get", "Put"], None]
 
@@ -41,7 +42,10 @@ class Put(Protocol):
 class Loop:
     """An operator over `channels` channels. `emit(get, put)` writes one channel; `ranges` has the operands that are
     ranges of longer vectors, and those vectors' lengths. Those named in `rows` are matrices of so many rows, `pitch`
-    elements apart: row r of a channel lies at r*pitch + channel. A pitch of 0 is the number of channels."""
+    elements apart: row r of a channel lies at r*pitch + channel. A pitch of 0 is the number of channels.
+
+    Those in `sent` are exchanged with `ranks` ranks by the loop itself, on GPUs that reach each other's memory
+    (kernels/cuda/mapped.py): `get` gives a row of them for each rank."""
 
     problem: NormProblem
     channels: int
@@ -49,13 +53,23 @@ class Loop:
     ranges: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pitch: int = 0
+    sent: tuple[str, ...] = ()
+    ranks: int = 1
 
     @property
     def params(self) -> list[Param]:
         """List the float32 operands, then the results. Operands in `ranges` take an offset, as maps do."""
         op = PLAIN_OPS[self.problem.op]
         operands = [Param(n, "in", self._elements(n), is_map=n in self.ranges) for n in op.operands]
-        return operands + [Param(name, "out", self._elements(name)) for name in op.results]
+        return operands + [Param(name, "out", self._elements(name)) for name in op.results] + self._boxes()
+
+    def _boxes(self) -> list[Param]:
+        """List where the ranks find what is sent to them."""
+        if not self.sent:
+            return []
+        words = box_words(self.ranks, len(self.sent), self.channels)
+        outboxes = [Param(f"outbox{rank}", "out", words, "uint64") for rank in range(self.ranks)]
+        return [Param("header", "in", HEADER, "uint64"), Param("inbox", "inout", words, "uint64"), *outboxes]
 
     def _elements(self, name: str) -> int:
         return (
@@ -63,6 +77,11 @@ class Loop:
             if name in self.rows
             else self.ranges.get(name, self.channels)
         )
+
+
+def box_words(ranks: int, sent: int, channels: int) -> int:
+    """Count the words of a box (kernels/cuda/mapped.py)."""
+    return (2 * ranks * sent + 1) * channels
 
 
 def finalize(channels: int, epsilon: float, momentum: float, elements: float = 0.0) -> Loop:
@@ -164,8 +183,9 @@ def sampled_grad_finalize(channels: int, count: int, weight: float) -> Loop:
     return Loop(problem, channels, emit)
 
 
-def all_moments(channels: int, ranks: int, counted: int) -> Loop:
-    """Describe AllReduceMoments of what was gathered: mean, variance [ranks, channels] -> all_mean, all_variance.
+def all_moments(channels: int, ranks: int, counted: int, mapped: bool = False) -> Loop:
+    """Describe AllReduceMoments of what was gathered: mean, variance [ranks, channels] -> all_mean, all_variance. Where
+    GPUs are `mapped` it gathers them itself: mean, variance [channels].
 
     Of the first `counted` ranks, in their order: the same bits on each of them. The means' squared distances are taken
     from the mean, so nothing cancels however far that is from 0.
@@ -179,7 +199,10 @@ def all_moments(channels: int, ranks: int, counted: int) -> Loop:
         put("all_variance", to_f32(f64(1.0 / counted) * total(own)))
 
     problem = NormProblem("AllReduceMoments", constants=(("ranks", ranks), ("counted", counted)))
-    return Loop(problem, channels, emit, rows=dict.fromkeys(("mean", "variance"), ranks))
+    read = ("mean", "variance")
+    if mapped:
+        return Loop(problem, channels, emit, sent=read, ranks=ranks)
+    return Loop(problem, channels, emit, rows=dict.fromkeys(read, ranks))
 
 
 def total(terms: Sequence[Expr]) -> Expr:
@@ -187,18 +210,22 @@ def total(terms: Sequence[Expr]) -> Expr:
     return functools.reduce(lambda left, right: left + right, terms)
 
 
-def all_terms(channels: int, length: int, ranks: int) -> Loop:
+def all_terms(channels: int, length: int, ranks: int, mapped: bool = False) -> Loop:
     """Describe a rank's part of AllReduceTerms: beta_term, gamma_term -> all_beta_term, all_gamma_term.
 
     Their `channels` channels from an offset on, of `length`, divided by the number of ranks: what is summed over these.
+    Where GPUs are `mapped` they are exchanged and summed, too, in the order of ranks.
     """
+    read = ("beta_term", "gamma_term")
 
     def emit(get: Get, put: Put) -> None:
-        for name in ("beta_term", "gamma_term"):
-            put(f"all_{name}", to_f32(f64(get(name)) * f64(1.0 / ranks)))
+        for name in read:
+            terms = [f64(get(name, rank)) for rank in range(ranks if mapped else 1)]
+            put(f"all_{name}", to_f32(total(terms) * f64(1.0 / ranks)))
 
     problem = NormProblem("AllReduceTerms", constants=(("ranks", ranks),))
-    return Loop(problem, channels, emit, {"beta_term": length, "gamma_term": length})
+    ranges = dict.fromkeys(read, length)
+    return Loop(problem, channels, emit, ranges, sent=read if mapped else (), ranks=ranks)
 
 
 def l1_grad_finalize(channels: int, count: int) -> Loop:

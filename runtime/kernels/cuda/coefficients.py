@@ -22,6 +22,7 @@ from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, para
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.tails import tail_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
+from bnfuse.runtime.kernels.cuda.mapped import exchanged
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -154,4 +155,5 @@ def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: E
     def store(param: str, value: Expr, row: int = 0) -> None:
         put(block[names[param]], place(param, row), value)
 
-    loop.emit(get, store)
+    of_all = exchanged(block, loop, names, channel, get) if loop.sent else {}
+    loop.emit(lambda param, row=0: of_all[param, row] if param in loop.sent else get(param, row), store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from gpu_step import interpreted
 from thread_ranks import ThreadWorld, together
 
 from bnfuse.build import build_training_graph
+from bnfuse.core import nvidia
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.nccl import NcclWorld
@@ -66,16 +68,19 @@ def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
 class Gpus:
     """A GPU for each of two ranks, whose kernels are interpreted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, made: tuple[Lowered, Lowered]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, made: tuple[Lowered, Lowered], *, maps: bool = False) -> None:
         self.fakes = [FakeCuda(seed=rank) for rank in range(2)]
         drivers = [Driver(fake, ordinal) for ordinal, fake in enumerate(self.fakes)]
         monkeypatch.setattr(own, "_driver", lambda ordinal: drivers[ordinal])
-        self.made = made
+        self.made, self.maps = made, maps
+        mine = threading.local()
+        monkeypatch.setattr(nvidia, "bindings", lambda: self.fakes[mine.rank])
+        self._mine = mine
 
     def step(self, world: ThreadWorld) -> tuple[Step, FakeNccl]:
-        fake = self.fakes[world.rank]
+        fake, self._mine.rank = self.fakes[world.rank], world.rank
         nccl = FakeNccl(world, fake)
-        gpus = NcclWorld(world, nccl, "communicator", world.rank)
+        gpus = NcclWorld(world, nccl, "communicator", world.rank, maps=self.maps)
         parts = (interpreted(part, fake) for part in self.made)
         return Step(*parts, target=TARGET, optimizer=OPTIMIZER, world=gpus), nccl
 

@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import onnx
 import onnx.helper as h
+import pytest
 from source_files import load
 from thread_ranks import together
 
@@ -51,7 +52,8 @@ def graph(**sync) -> TrainingGraph:
     return open_graph(rewrite(open_graph(built).model, level="icf", **sync).model)
 
 
-def test_two_ranks_are_one_at_the_global_batch(monkeypatch):
+@pytest.mark.parametrize("mapped", [False, True], ids=["by NCCL", "by kernels"])
+def test_two_ranks_are_one_at_the_global_batch(monkeypatch, mapped):
     rng = np.random.default_rng(1)
     images = (rng.standard_normal((2 * ROWS, 3, SIDE, SIDE)) + rng.standard_normal((2 * ROWS, 1, 1, 1))).astype(
         np.float32
@@ -59,10 +61,11 @@ def test_two_ranks_are_one_at_the_global_batch(monkeypatch):
     labels = rng.integers(0, CLASSES, 2 * ROWS)
     one = compile_step(with_batch(graph(), 2 * ROWS), threads=1, optimizer=ranks.OPTIMIZER, evaluates=False)
     losses = [float(one(images, labels)) for _ in range(2)]
-    made = lower_graph(graph(sync=True), ranks.TARGET, ranks.OPTIMIZER, evaluates=False, ranks=Ranks(2))
+    made = lower_graph(graph(sync=True), ranks.TARGET, ranks.OPTIMIZER, evaluates=False, ranks=Ranks(2, mapped=mapped))
     kinds = [launch.kernel for launch in made[0].program.launches if launch.exchanges]
-    assert kinds == [p.GATHER, p.SUM, p.SUM, p.SUM]  # statistics; loss and running ones; terms; gradients
-    gpus = ranks.Gpus(monkeypatch, made)
+    # statistics; loss and running ones; terms; gradients
+    assert kinds == [p.SUM, p.SUM] if mapped else [p.GATHER, p.SUM, p.SUM, p.SUM]
+    gpus = ranks.Gpus(monkeypatch, made, maps=mapped)
 
     def work(world):
         step, _ = gpus.step(world)
