@@ -166,7 +166,7 @@ def measure(run: Run, case: Case) -> None:
     device = "cuda" if run.is_gpu else "cpu"
     together: dict[str, Any] = {}
     alone: dict[str, Any] = {}
-    for way in ways(args.level, args.bucket, world.size, sync=args.sync, wire=args.wire):
+    for way in ways(args.level, args.bucket, world.size, gpus=run.is_gpu, sync=args.sync, wire=args.wire):
         own = world if way.ranks > 1 else None
         if (found := run.made(way.name, lambda w=way, o=own: run.ours(model, case, w, feeds, o))) is not None:
             (together if way.ranks > 1 else alone)[way.name] = found

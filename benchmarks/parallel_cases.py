@@ -40,17 +40,19 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How our step is compiled: `level`, `sync`, a bucket's bytes; `ranks` is 1 for one that exchanges nothing."""
+    """How our step is compiled: `level`, `sync`, a bucket's bytes; `ranks` is 1 for one that exchanges nothing. With
+    `nccl` that carries what SyncBN exchanges, where kernels could."""
 
     level: str = LEVEL
     sync: bool = False
     bucket: int = BUCKET
     wire: str = "fp32"
     ranks: int = 1
+    nccl: bool = False
 
     @property
     def name(self) -> str:
-        sync = "+sync" if self.sync else ""
+        sync = ("+sync" if self.sync else "") + ("+nccl" if self.nccl else "")
         bucket = f"+{self.bucket / 2**20:g}MB" if self.bucket != BUCKET else ""
         wire = f"+{self.wire}" if self.wire != "fp32" else ""
         return f"{self.level}{sync}{bucket}{wire}" + (f" {ALONE}" if self.ranks == 1 else "")
@@ -67,15 +69,19 @@ def case_of(text: str) -> Case:
     return Case(network, int(batch), pixels, 10 if network in IMAGES else 1000)
 
 
-def ways(levels: list[str], buckets: list[float], ranks: int, *, sync: bool, wire: bool = False) -> list[Way]:
+def ways(
+    levels: list[str], buckets: list[float], ranks: int, *, gpus: bool, sync: bool, wire: bool = False
+) -> list[Way]:
     """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB; SyncBN
-    beside it, which alone is what it is without; and gradients as bfloat16 on the wire."""
+    beside it, which alone is what it is without, between GPUs by kernels and by NCCL; and gradients as bfloat16 on the wire."""
     found = []
     for level in levels:
         found.append(Way(level))
         if ranks > 1:
             found += [Way(level, bucket=round(size * 2**20), ranks=ranks) for size in buckets or [BUCKET / 2**20]]
-            found += [Way(level, sync=True, ranks=ranks)] if sync else []
+            found += (
+                [Way(level, sync=True, ranks=ranks, nccl=nccl) for nccl in (False, True)[: 1 + gpus]] if sync else []
+            )
             found += [Way(level, wire="bf16", ranks=ranks)] if wire else []
     return found
 
@@ -114,18 +120,23 @@ def compile_only(args: argparse.Namespace) -> None:
         model = training_model(case)
         if not (train := args.folder / f"{case.name}.train").exists():
             pack_model(model, train)
-        for way in ways(args.level, args.bucket, args.ranks, sync=args.sync, wire=args.wire):
+        for way in ways(args.level, args.bucket, args.ranks, gpus=True, sync=args.sync, wire=args.wire):
             path = args.folder / file_of(case, way, args.precision)
             if path.exists():
                 continue
             start = time.perf_counter()
-            step = compiled(model, case, way, f"cuda:{args.arch}", args, Planned(way.ranks) if way.ranks > 1 else None)
+            step = compiled(model, case, way, f"cuda:{args.arch}", args, planned(way))
             with tempfile.TemporaryDirectory(prefix="bnfuse-parallel-") as place:
                 step.export(Path(place) / "step.bnf")
                 pack_step(Path(place) / "step.bnf", recipes_of(model), path)
             size, exchanges = path.stat().st_size / 2**20, sum(launch.exchanges for launch in step.program.launches)
             seconds = time.perf_counter() - start
             print(f"{path.name}: {size:.2f} MiB, {seconds:.0f} s, {exchanges} exchanges", flush=True)
+
+
+def planned(way: Way) -> Planned | None:
+    """The ranks of a way, where none of them are."""
+    return Planned(way.ranks, maps=way.sync and not way.nccl) if way.ranks > 1 else None
 
 
 def compiled(model: Any, case: Case, way: Way, target: str, args: argparse.Namespace, world: Any) -> Any:

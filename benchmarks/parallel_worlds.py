@@ -29,13 +29,14 @@ class Planned(Single):
     limit = 1.0
     device = 0
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, maps: bool = False) -> None:
         self.size = self.local_size = size
+        self.maps = maps  # GPUs that reach each other's memory
 
     def start(self, exchange: Exchanged) -> Request:
         raise AssertionError("nothing runs where steps are compiled")
 
-    sum = enqueue_sums = enqueue_gathers = watch = start
+    sum = enqueue_sums = enqueue_gathers = share = watch = start
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data] * self.size

@@ -1,7 +1,8 @@
 """Tasks as a CUDA graph: each waits for those that it depends on, and for nothing else.
 
 A kernel that waits for other kernels itself is on the GPU before they are done (programmatic dependent launch): its
-blocks need not be brought there, and its first instructions read, when their last block has ended.
+blocks need not be brought there, and its first instructions read, when their last block has ended. Not so behind a
+kernel that waits for other ranks: who waits for it would hold room that these ranks' next exchange may need here.
 
 An exchange between ranks is whatever NCCL enqueues on a stream. So a graph with exchanges is begun as the capture of a
 stream of its own: kernels are added to it node by node as elsewhere, and for an exchange the stream is set behind the
@@ -21,6 +22,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda.calls import Task
 from bnfuse.runtime.backends.cuda.dependencies import dependencies
 from bnfuse.runtime.backends.cuda.driver import Call, Driver, Handle, Stream
+from bnfuse.runtime.program import program as p
 
 Nodes = tuple[Handle, ...]
 
@@ -50,7 +52,8 @@ def add_tasks(
             call = task.calls[index]
             own = [node for node in waits if call.waits and int(node) in kernels]
             node = driver.add_kernel(graph, [node for node in waits if node not in own], call, own)
-            kernels.add(int(node))
+            if not any(access.region == p.MAPPED for access in task.accesses[index]):
+                kernels.add(int(node))
             nodes.append((node,))
             if call.arguments.is_late:
                 late.append((node, call))

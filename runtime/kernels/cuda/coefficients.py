@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, para
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.tails import tail_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
-from bnfuse.runtime.kernels.cuda.mapped import exchanged
+from bnfuse.runtime.kernels.cuda.mapped import Turn, exchanged, turn_of
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -124,14 +124,24 @@ def _spread(name: str, params: Sequence[Param], loops: Sequence[Loop], wave: lis
     return block.stage
 
 
-def emit_tail(block: Block, tail: Sequence[Member], channel: Expr) -> None:
+def emit_tail(block: Block, tail: Sequence[Member], channel: Expr, turns: Mapping[int, Turn]) -> None:
     """Emit one channel of the operators behind an operator's sums, which have been stored by the same thread.
 
     Parameters are named by `tail_name`, and may be the same buffers as others: the stage is one that `may_alias`.
+    `turns` is what `turns_of_tail` has emitted before there were sums.
     """
-    for i, (name, arguments) in enumerate(tail):
-        loop = LOOPS[name](*arguments)
-        _emit_channel(block, loop, {p.name: tail_name(i, p.name) for p in loop.params}, channel)
+    for i, (loop, names) in enumerate(_of_tail(tail)):
+        _emit_channel(block, loop, names, channel, turns.get(i))
+
+
+def turns_of_tail(block: Block, tail: Sequence[Member], channel: Expr) -> dict[int, Turn]:
+    """Emit what exchanges of a tail can know before there are sums, of a channel that exists."""
+    return {i: turn_of(block, loop, names, channel) for i, (loop, names) in enumerate(_of_tail(tail)) if loop.sent}
+
+
+def _of_tail(tail: Sequence[Member]) -> list[tuple[Loop, dict[str, str]]]:
+    loops = [LOOPS[name](*arguments) for name, arguments in tail]
+    return [(loop, {p.name: tail_name(i, p.name) for p in loop.params}) for i, loop in enumerate(loops)]
 
 
 def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, known: bool) -> None:
@@ -142,7 +152,7 @@ def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, kn
     when(exists, lambda: _emit_channel(block, loop, names, channel))
 
 
-def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: Expr) -> None:
+def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: Expr, turn: Turn | None = None) -> None:
 
     def place(param: str, row: int) -> Expr:
         at = channel + row * (loop.pitch or loop.channels) if row else channel
@@ -155,5 +165,7 @@ def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: E
     def store(param: str, value: Expr, row: int = 0) -> None:
         put(block[names[param]], place(param, row), value)
 
-    of_all = exchanged(block, loop, names, channel, get) if loop.sent else {}
+    of_all: dict[tuple[str, int], Expr] = {}
+    if loop.sent:
+        of_all = exchanged(block, loop, names, channel, get, turn or turn_of(block, loop, names, channel))
     loop.emit(lambda param, row=0: of_all[param, row] if param in loop.sent else get(param, row), store)

@@ -14,6 +14,7 @@ A rank may be gone: the header's second word, which the host writes where it giv
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,26 +28,42 @@ LOAD, STORE = "ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64"
 RANK, STOP = 0, 1  # words of the header
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The turn that a channel is in: its number, and where this half's packets, and those of this rank, begin."""
+
+    number: Expr
+    first: Expr
+    mine: Expr
+
+
+def turn_of(block: Block, loop: Loop, names: Mapping[str, str], channel: Expr) -> Turn:
+    """Emit what can be known before there is anything to send; `names` are the kernel's names of parameters."""
+    words = len(loop.sent) * loop.channels
+    rank = tirx.Cast("int32", block[names["header"]][RANK])
+    number = T.bind(tirx.Cast("uint32", block[names["inbox"]][2 * loop.ranks * words + channel]) + T.uint32(1))
+    first = tirx.Cast("int32", tirx.bitwise_and(number, T.uint32(1))) * (loop.ranks * words) + channel
+    return Turn(number, T.bind(first), T.bind(first + rank * words))
+
+
 def exchanged(
-    block: Block, loop: Loop, names: Mapping[str, str], channel: Expr, own: Callable[[str], Expr]
+    block: Block, loop: Loop, names: Mapping[str, str], channel: Expr, own: Callable[[str], Expr], turn: Turn
 ) -> dict[tuple[str, int], Expr]:
-    """Emit the exchange of one channel of a loop; `names` are the kernel's names of its parameters, `own` gives this
-    rank's values. Gives each rank's, by name and rank."""
+    """Emit the exchange of one channel of a loop; `own` gives this rank's values. Gives each rank's, by name and
+    rank."""
     header, inbox = block[names["header"]], block[names["inbox"]]
-    sent, channels = len(loop.sent), loop.channels
-    count = 2 * loop.ranks * sent * channels + channel
-    turn = T.bind(tirx.Cast("uint32", inbox[count]) + T.uint32(1))
-    put(inbox, count, tirx.Cast("uint64", turn))
-    half = tirx.Cast("int32", tirx.bitwise_and(turn, T.uint32(1))) * (loop.ranks * sent * channels)
-    first = T.bind(half + channel)
-    mine = T.bind(first + tirx.Cast("int32", header[RANK]) * (sent * channels))
-    for word, name in enumerate(loop.sent):
-        value = tirx.Cast("uint64", bits(own(name)))
-        packet = T.bind(tirx.bitwise_or(tirx.Cast("uint64", turn) << T.uint64(32), value))
+    number = tirx.Cast("uint64", turn.number)
+    packets = [
+        T.bind(tirx.bitwise_or(number << T.uint64(32), tirx.Cast("uint64", bits(own(name))))) for name in loop.sent
+    ]
+    for word, packet in enumerate(packets):
         for rank in range(loop.ranks):
-            T.evaluate(T.ptx[STORE](block[names[f"outbox{rank}"]].ptr_to([mine + word * channels]), packet))
+            place = turn.mine + word * loop.channels
+            T.evaluate(T.ptx[STORE](block[names[f"outbox{rank}"]].ptr_to([place]), packet))
     rows = [(name, rank) for rank in range(loop.ranks) for name in loop.sent]
-    values = received(header, inbox, [first + row * channels for row in range(len(rows))], turn)
+    places = [turn.first + row * loop.channels for row in range(len(rows))]
+    values = received(header, inbox, places, turn.number)
+    put(inbox, 2 * len(rows) * loop.channels + channel, number)
     return dict(zip(rows, values, strict=True))
 
 

@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.coefficients import Member
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.coefficients import emit_tail
+from bnfuse.runtime.kernels.cuda.coefficients import emit_tail, turns_of_tail
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
 from bnfuse.runtime.kernels.kernel import Param
 
@@ -292,6 +292,7 @@ def sums_stage(
             for q in range(quantities):
                 d.put(sums, q, sums[q] + values(q))
 
+        turns = turns_of_tail(block, tail, columns.held_channel)
         columns.sweep(block[held], quantities, add)
         columns.join(sums, quantities)
 
@@ -302,7 +303,7 @@ def sums_stage(
             for names, value in zip(results, finish(means), strict=True):
                 for result in (names,) if isinstance(names, str) else names:
                     d.put(block[result], columns.channel, tirx.Cast("float32", value))
-            emit_tail(block, tail, columns.channel)
+            emit_tail(block, tail, columns.channel, turns)
 
         columns.first_lane(store)
 
@@ -343,6 +344,7 @@ def statistics_stage(
             d.put(sums, 1, sums[1] + weighted * e)
             d.put(sums, 2, sums[2] + values(1))
 
+        turns = turns_of_tail(block, tail, columns.held_channel)
         columns.sweep(partials, 2, add)
         columns.join(sums, 3)
 
@@ -352,7 +354,7 @@ def statistics_stage(
             m2 = _not_negative(sums[2] + (sums[1] - sums[0] * gap))
             d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
             d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
-            emit_tail(block, tail, columns.channel)
+            emit_tail(block, tail, columns.channel, turns)
 
         columns.first_lane(store)
 
@@ -380,6 +382,7 @@ def counted_statistics_stage(
             d.put(sums, 1, sums[1] + weighted * gap)
             d.put(sums, 2, sums[2] + values(2))
 
+        turns = turns_of_tail(block, tail, columns.held_channel)
         columns.sweep(block["partials"], 3, add)
         columns.join(sums, 3)
 
@@ -390,7 +393,7 @@ def counted_statistics_stage(
             m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
             d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
             d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
-            emit_tail(block, tail, columns.channel)
+            emit_tail(block, tail, columns.channel, turns)
 
         columns.first_lane(store)
     return block.stage
