@@ -73,7 +73,8 @@ def ways(
     levels: list[str], buckets: list[float], ranks: int, *, gpus: bool, sync: bool, wire: bool = False
 ) -> list[Way]:
     """Those that are compiled for a run: each level alone and with its exchanges, in buckets of so many MB; SyncBN
-    beside it, which alone is what it is without, between GPUs by kernels and by NCCL; and gradients as bfloat16 on the wire."""
+    beside it, which alone is what it is without, between GPUs by kernels and by NCCL; and gradients as bfloat16 on the
+    wire."""
     found = []
     for level in levels:
         found.append(Way(level))
