@@ -189,3 +189,40 @@ def test_a_world_of_gpus_is_told_from_one_of_hosts(monkeypatch):
     assert gpu_world(world) is world and gpu_world(None) is None
     with pytest.raises(BnfuseError, match="this world is threads"):
         gpu_world(ThreadWorld(Meeting(1), 0))
+
+
+# -- memory that other ranks' kernels write to ---------------------------------------------------------------------
+
+
+def test_each_rank_sees_the_memory_of_all_and_its_kernels_hear_that_it_has_given_up(monkeypatch):
+    machine = Machine(monkeypatch)
+    worlds = machine.open()
+    assert all(world.maps for world in worlds)
+
+    def share(world: ThreadWorld) -> tuple[int, list[int]]:
+        _, block = machine.fakes[world.rank].cuMemAlloc(16)
+        floats(block, 2, "uint64")[:] = world.rank, 0
+        return block, worlds[world.rank].share(block, block + 8, machine)
+
+    shared = machine.run(share)
+    blocks = [block for block, _ in shared]
+    assert [seen for _, seen in shared] == [blocks, blocks]
+
+    def wait(world: ThreadWorld) -> None:
+        if world.rank == 1:
+            worlds[1].limit = 0.05
+            with pytest.raises(LostRankError):
+                worlds[1].watch(lambda: False)
+
+    machine.run(wait)
+    assert [floats(block, 2, "uint64").tolist() for block in blocks] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("call", ["cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
+def test_gpus_of_which_one_does_not_reach_another_exchange_by_nccl_alone(monkeypatch, call):
+    machine = Machine(monkeypatch)
+    machine.fakes[1].fail[call] = CUresult.CUDA_ERROR_NOT_SUPPORTED
+    worlds = machine.open()
+    assert [world.maps for world in worlds] == [False, False]
+    with pytest.raises(BnfuseError, match="these do not: compile it again here"):
+        worlds[0].share(64, 72, machine)

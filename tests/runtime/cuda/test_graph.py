@@ -14,6 +14,7 @@ from bnfuse.runtime.backends.cuda.graph import Graph
 from bnfuse.runtime.kernels.cuda import layout
 from bnfuse.runtime.kernels.cuda.compile import cuda_source, symbol_of
 from bnfuse.runtime.kernels.kernel import MapType
+from bnfuse.runtime.program import program as p
 
 
 def access(start: int, *, writes: bool) -> Access:
@@ -39,6 +40,22 @@ def test_a_kernel_waits_itself_for_kernels_but_not_for_copies(monkeypatch, waits
         assert [node.early for node in nodes] == [[], [0] if waits else [], [], [], [3] if waits else []]
         graph.launch(0)
     assert fake.launched == ["k"] * 4
+
+
+def test_none_comes_to_the_gpu_before_a_kernel_that_waits_for_other_ranks_is_done(monkeypatch):
+    fake = install(monkeypatch, FakeCuda())
+    fake.kernels["k"] = FakeKernel((), lambda: None)
+    driver = open_driver()
+    with driver.active():
+        function = driver.function(driver.load(b"code", "sm_90", "k"), "k", 0)
+        call = Call(function, (1, 1, 1), 32, 0, Arguments(()), True)
+        box = Access(p.MAPPED, 0, 8, reads=True, writes=True)
+        parts = [(access(0, writes=True),), (access(0, writes=True), box), (access(0, writes=False),)]
+        graph = Graph(driver, [Task("forward", (part,), (call,)) for part in parts])
+        (nodes,) = fake.graphs.values()
+        assert [node.after for node in nodes] == [[], [0], [1]]
+        assert [node.early for node in nodes] == [[], [0], []]
+        graph.launch(0)
 
 
 def test_stages_wait_before_anything_else_where_the_architecture_can():
