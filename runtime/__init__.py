@@ -34,7 +34,7 @@ __all__ = ["EMA", "SGD", "Adam", "AdamW", "Group", "Lion", "RMSprop", "Step", "a
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
-    if name in ("add_batch", "compile_step"):
+    if name in ("add_batch", "compile_step", "load_step", "Step"):
         from bnfuse.runtime.targets.tvm import import_tvm
 
         import_tvm()

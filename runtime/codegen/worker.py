@@ -16,6 +16,9 @@ from bnfuse.core.interpreter import end_with_parent
 
 def serve() -> None:
     """One request a line in, one object a line out, until the input ends."""
+    from bnfuse.runtime.targets.tvm import import_tvm
+
+    import_tvm()
     from bnfuse.runtime.codegen.build import compile_kernel
 
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing that is printed on the way may pass for an answer
