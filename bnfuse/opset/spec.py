@@ -94,6 +94,7 @@ Source: [Jung19], sections 3.2 to 3.4; the exact backward forms are in docs/math
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -478,6 +479,7 @@ def share_attributes(first: str | None, second: str | None) -> bool:
     return bool(first and second and {*ACTIVATIONS[first].attributes} & {*ACTIVATIONS[second].attributes})
 
 
+@functools.cache  # names are few, and asked for at every turn
 def parse(name: str) -> OpSpec | None:
     """Give the operator of this name, or None where the name is not composed of steps."""
     steps = parse_steps(name)

@@ -41,10 +41,16 @@ def _key(var: Any) -> int:
     return int(var.__chandle__())
 
 
+_TYPES: dict[int, tuple[Any, np.dtype]] = {}  # by the handle of a TIR type, which is kept alive, and of a buffer of any
+
+
 def _dtype(ty: Any) -> np.dtype:
-    """The numpy type of an element of a TIR type."""
-    name = str(ty.dtype).split("x")[0]
-    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    """The numpy type of an element of a TIR type, looked up once: asking TVM takes longer than most instructions."""
+    key = _key(ty)
+    if key not in _TYPES:
+        name = str(ty.dtype).split("x")[0]
+        _TYPES[key] = ty, BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    return _TYPES[key][1]
 
 
 def _grid(body: Any) -> dict[str, tuple[Any, int]]:
@@ -70,6 +76,8 @@ class _Compiler:
         self.arena = Arena(self.machine, races)
         self.values: dict[int, Value] = {}
         self.memories: dict[int, tuple[Any, np.dtype, list[int]]] = {}
+        self.made: dict[int, Callable[[], Value]] = {}  # closures of expressions, by the node's handle
+        self.read: dict[Callable[[], Value], tuple[int, ...]] = {}  # the variables of those that read nothing else
         self._bind(function, arguments)
         self.body = self.statement(function.body)
 
@@ -248,6 +256,13 @@ class _Compiler:
     # Expressions -----------------------------------------------------------------------------------------------------
 
     def value(self, node: Any) -> Callable[[], Value]:
+        """The closure of an expression: one for all places of a node."""
+        key = _key(node)
+        if key not in self.made:
+            self.made[key] = self._made(node)
+        return self.made[key]
+
+    def _made(self, node: Any) -> Callable[[], Value]:
         kind = type(node).__name__
         if kind in _BINARY:
             return self._binary(_BINARY[kind], node)
@@ -257,20 +272,54 @@ class _Compiler:
         return handler(node)
 
     def _get_intimm(self, node: Any) -> Callable[[], Value]:
-        constant = np.array(int(node.value)).astype(_dtype(node.ty))[()]
-        return lambda: constant
+        return self._constant(np.array(int(node.value)).astype(_dtype(node.ty))[()])
 
     def _get_floatimm(self, node: Any) -> Callable[[], Value]:
-        constant = _dtype(node.ty).type(float(node.value))
-        return lambda: constant
+        return self._constant(_dtype(node.ty).type(float(node.value)))
+
+    def _constant(self, value: Value) -> Callable[[], Value]:
+        def run() -> Value:
+            return value
+
+        self.read[run] = ()
+        return run
 
     def _get_var(self, node: Any) -> Callable[[], Value]:
         values, var = self.values, _key(node)
-        return lambda: values[var]
+
+        def run() -> Value:
+            return values[var]
+
+        self.read[run] = (var,)
+        return run
+
+    def _kept(self, make: Callable[[], Value], *operands: Callable[[], Value]) -> Callable[[], Value]:
+        """`make`, which is of these operands alone: computed anew where a variable that they read was bound anew. What
+        is of threads and not of loops is so computed once."""
+        if any(operand not in self.read for operand in operands):
+            return make
+        read = tuple({var: None for operand in operands for var in self.read[operand]})
+        if not read:
+            return self._constant(make())
+        values = self.values
+        before: list[Value] = [None] * len(read)  # a value is bound by replacing it
+        kept: Value = None
+
+        def run() -> Value:
+            nonlocal kept
+            for i, var in enumerate(read):
+                if values[var] is not before[i]:
+                    before[:] = [values[var] for var in read]
+                    kept = make()
+                    break
+            return kept
+
+        self.read[run] = read
+        return run
 
     def _binary(self, make: Callable[[np.dtype], Callable[[Value, Value], Value]], node: Any) -> Callable[[], Value]:
         function, a, b = make(_dtype(node.a.ty)), self.value(node.a), self.value(node.b)
-        return lambda: function(a(), b())
+        return self._kept(lambda: function(a(), b()), a, b)
 
     def _get_and(self, node: Any) -> Callable[[], Value]:
         return self._choose(node.a, node.b, None, np.bool_(False))
@@ -280,7 +329,7 @@ class _Compiler:
 
     def _get_not(self, node: Any) -> Callable[[], Value]:
         value = self.value(node.a)
-        return lambda: np.logical_not(value())
+        return self._kept(lambda: np.logical_not(value()), value)
 
     def _get_bitwisenot(self, node: Any) -> Callable[[], Value]:
         value = self.value(node.a)
@@ -294,7 +343,7 @@ class _Compiler:
             holds, first, second = condition(), a(), b()
             return (first if holds else second) if np.ndim(holds) == 0 else np.where(holds, first, second)
 
-        return run
+        return self._kept(run, condition, a, b)
 
     def _choose(self, condition: Any, then: Any, other: Any, default: Value = None) -> Callable[[], Value]:
         """One of two expressions, each computed only by the lanes that want it (a missing one is the default)."""
@@ -315,7 +364,7 @@ class _Compiler:
 
     def _get_cast(self, node: Any) -> Callable[[], Value]:
         value, dtype = self.value(node.value), _dtype(node.ty)
-        return lambda: value().astype(dtype)
+        return self._kept(lambda: value().astype(dtype), value)
 
     def _get_ramp(self, node: Any) -> Callable[[], Value]:
         """Elements of vectors are the first axis: (vector, lanes or 1)."""
@@ -358,7 +407,7 @@ class _Compiler:
         if last not in FUNCTIONS:
             raise NotImplementedError(f"call {name} is not interpreted: add it to lockstep_ops.FUNCTIONS")
         function, operands = FUNCTIONS[last], [self.value(arg) for arg in args]
-        return lambda: function(*(operand() for operand in operands))
+        return self._kept(lambda: function(*(operand() for operand in operands)), *operands)
 
     def _sync(self, scope: str) -> Run:
         return self.arena.warp_barrier if scope == "warp" else self.arena.barrier
