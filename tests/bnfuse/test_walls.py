@@ -1,6 +1,7 @@
 """The walls between the packages, kept by looking at what is really imported."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -19,8 +20,10 @@ for module in pkgutil.walk_packages(bnfuse.__path__, "bnfuse."):
         importlib.import_module(module.name)
 print("\\n".join(sorted(sys.modules)))
 """
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 
 
+@functools.cache
 def modules_after(code: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -47,8 +50,7 @@ def imports_of(path: Path) -> set[str]:
 def test_only_a_called_baseline_a_world_of_gloo_and_the_door_for_torch_import_torch():
     """All other modules import where torch cannot be, and none but the runtime's pull it in (tvm_ffi does where it
     is)."""
-    blocked = "import sys; sys.modules['torch'] = None\n"
-    loaded = modules_after(blocked + IMPORT_ALL.format(skip=("bnfuse.torch.",)))
+    loaded = modules_after(WITHOUT_TORCH + IMPORT_ALL.format(skip=("bnfuse.torch.",)))
     assert {"bnfuse.runtime.session", "bnfuse.torch"} <= loaded  # the walk did reach the subpackages
     assert "torch" not in modules_after(IMPORT_ALL.format(skip=("bnfuse.runtime", "bnfuse.torch.")))
     importers = [path for path in sources() if "torch" in {name.split(".")[0] for name in imports_of(path)}]
@@ -73,7 +75,7 @@ def test_the_passes_know_no_runtime_and_the_runtime_no_passes():
 
 
 def test_the_folders_at_the_top_are_no_modules_of_their_own():
-    loaded = modules_after(IMPORT_ALL.format(skip=("bnfuse.torch.",)))
+    loaded = modules_after(WITHOUT_TORCH + IMPORT_ALL.format(skip=("bnfuse.torch.",)))
     assert not {"passes", "runtime", "models"} & loaded
     assert "passes" not in sys.modules
 
