@@ -157,12 +157,19 @@ class Step(Hosted, Together, Updating):
         """Take the programs of another batch size (compile.py makes them): they share the state."""
         self._sizes.add((training, evaluation))
 
-    @alone
     def add_from(self, other: Step) -> None:
         """Take the programs of the batch sizes that a `twin` of this step has, and this one has not."""
-        for batch, size in other._sizes.by_batch.items():
+        self._add_missing(other._pairs())  # one lock at a time: two that take from each other do not wait for ever
+
+    @alone
+    def _pairs(self) -> dict[int, Pair]:
+        return dict(zip(self._sizes.by_batch, self._sizes.compiled, strict=True))
+
+    @alone
+    def _add_missing(self, pairs: Mapping[int, Pair]) -> None:
+        for batch, pair in pairs.items():
             if batch not in self._sizes.by_batch:
-                self._sizes.add(size.compiled)
+                self._sizes.add(pair)
 
     def twin(self) -> Step:
         """Make a step of the same programs, with memory of its own, in the state that the graph begins with."""

@@ -155,9 +155,16 @@ def check_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
         raise forward.error_at(node, reason)
 
 
+def check_celu(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
+    """Refuse a Celu that divides by zero."""
+    if attributes(node).get("alpha", 1.0) == 0:
+        raise forward.error_at(node, "has alpha 0, by which its formula divides: its limit is Relu, so write that.")
+
+
 CHECKS = [
     ("BatchNormalization", check_batch_norm),
     ("Conv", check_conv),
+    ("Celu", check_celu),
     *((op, check_pool) for op in POOLS),
 ]
 

@@ -36,6 +36,12 @@ def compile(
     accumulate: updates.Accumulate = 1,
     ema: updates.Ema = None,
     ema_warm_up: updates.EmaWarmUp = False,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="A batch size (default: the graph's); may be repeated.", show_default=False
+        ),
+    ] = None,
     threads: options.Threads = None,
     tune: options.Tune = False,
     checkpoint: options.Checkpoint = None,
@@ -49,6 +55,7 @@ def compile(
     \b
     bnfuse compile fused.onnx -o step.bnf
     bnfuse compile fused.onnx -o step.bnf --tune
+    bnfuse compile fused.onnx -o step.bnf --batch 32 --batch 7
     bnfuse compile fused.onnx -o step.bnf --target cuda:sm_90 --precision bf16
     bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*bias'
     """
@@ -64,6 +71,7 @@ def compile(
         precision=precision,
         freeze=freeze or (),
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or (), **recipe),
+        batches=batch or (),
         threads=threads,
         progress=progress.bar,
         tune=tune,

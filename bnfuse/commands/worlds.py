@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from bnfuse.core.errors import BnfuseError, LostRankError, everywhere
+from bnfuse.core.errors import BnfuseError, LostRankError
 from bnfuse.core.interrupts import interrupts
 from bnfuse.parallel.waiting import LAST_TURN, TURN
 
@@ -99,7 +99,6 @@ class Here:
     ) -> World | None:
         """Join the ranks that a launcher started. Raises BnfuseError where they do not find each other, or run another
         command."""
-        from bnfuse.parallel.launched import launched
         from bnfuse.parallel.world import LIMIT, open_world
 
         self.world = self.peers = None
@@ -107,9 +106,6 @@ class Here:
             return None
         kind = None if name is WorldName.auto else name.value
         self._opening = True
-        if deterministic and target.startswith("cuda") and launched() is not None:
-            what = "on GPUs NCCL has an order of its own, the same in each run of as many ranks on the same machines"
-            raise everywhere(BnfuseError(f"--deterministic is for ranks on CPUs: {what}: leave it out"))
         limit = LIMIT if timeout is None else timeout
         world = open_world(kind, target=target, limit=limit, deterministic=deterministic)
         self._opening = False

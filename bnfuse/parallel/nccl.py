@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,15 +129,10 @@ def checked(name: str, found: Sequence[Any]) -> Any:
     return rest[0] if rest else None
 
 
-def open_nccl(bootstrap: World, *, deterministic: bool = False) -> NcclWorld:
+def open_nccl(bootstrap: World) -> NcclWorld:
     """Join the GPUs of all ranks of a world. Raises BnfuseError, the same on all ranks, where one of them has none, or
     two have the same one.
-
-    With `deterministic` sums of all sizes go along rings, unless NCCL_ALGO says something else: NCCL would choose by
-    the size. On the same machines either way gives the same bits in each run.
     """
-    if deterministic:
-        os.environ.setdefault("NCCL_ALGO", "Ring")  # read when a communicator is made
     try:
         nccl, gpu = bindings(), local_gpu(bootstrap.local_rank)
         said = f"{nccl.get_version()}:".encode() + gpu.identity

@@ -86,9 +86,9 @@ def open_world(
 
     `kind` is mpi, gloo or nccl; by default nccl for a `target` on a GPU, else mpi under mpirun and gloo under torchrun.
     `limit` has the seconds that a rank waits for others. With `deterministic` sums are taken in the order of ranks: the
-    same bits whatever the library, and wherever the ranks are; between GPUs along one of NCCL's rings, so with the same
-    bits on the same machines. Opened again, it is the same world. Raises BnfuseError
-    where the ranks do not find each other, and for a kind that cannot serve here.
+    same bits whatever the library, and wherever the ranks are. Opened again, it is the same world. Raises BnfuseError
+    where the ranks do not find each other, for a kind that cannot serve here, and for `deterministic` between GPUs,
+    where NCCL has an order of its own: the same in each run of as many ranks on the same machines.
     """
     found = launched()
     if kind not in (None, *KINDS):
@@ -118,12 +118,13 @@ def opened(kind: str, found: Launched, target: str, limit: float, deterministic:
     if (kind == "nccl") != (target.partition(":")[0] == "cuda"):
         what = f"world '{kind}' cannot serve a step on '{target}': nccl is for cuda, mpi and gloo for cpu"
         raise everywhere(BnfuseError(what))
+    if kind == "nccl" and deterministic:
+        what = "on GPUs NCCL has an order of its own, the same in each run of as many ranks on the same machines"
+        raise everywhere(BnfuseError(f"deterministic is for ranks on CPUs: {what}: leave it out"))
     if kind == "nccl":
         from bnfuse.parallel.nccl import open_nccl
 
-        return open_nccl(
-            opened(kind_for(found, "cpu"), found, "cpu", limit, deterministic), deterministic=deterministic
-        )
+        return open_nccl(opened(kind_for(found, "cpu"), found, "cpu", limit, False))
     if kind == "mpi":
         from bnfuse.parallel.mpi import MpiWorld
 

@@ -60,14 +60,17 @@ def watching(model: onnx.ModelProto, forward: Collection[str]) -> onnx.ModelProt
 
 
 def drawn(step: Step) -> dict[str, np.ndarray]:
-    """Tell what the step drew for itself."""
+    """Tell what the step drew for itself: random values are of the samples of its rank."""
+    from bnfuse.runtime.updating import seed_of
+
+    seed = seed_of(step.seed, 0 if step.world is None else step.world.rank)
     mean, std = (values.tolist() for values in step.virtual_statistics)
     shapes = {name: step.latest.inputs[name].shape for name in step.sampling.virtual}
     virtual = {
         name: virtual_samples(shape, mean, std, seed=step.seed, step=step.steps) for name, shape in shapes.items()
     }
     random = {
-        name: one.draw(held.shape, held.dtype, seed=step.seed, step=step.steps, name=name)
+        name: one.draw(held.shape, held.dtype, seed=seed, step=step.steps, name=name)
         for name, one in step.sampling.random.items()
         if (held := step.latest.inputs[name])
     }

@@ -41,7 +41,6 @@ NETWORK = NETWORK.replace("WEIGHTS", "1, 0.5, -1, 0.25, -2, 1, 0.5, 0.5, 1, -1, 
 
 PRELUDE = """
 import os, sys, threading, time
-if {alone}: sys.modules["torch"] = None  # which TVM imports where it is, in seconds
 import numpy as np
 import bnfuse
 
@@ -92,8 +91,8 @@ def files(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 def script(files):
     """Runs Python in a process of its own and gives what it prints."""
 
-    def run(text: str, *, status: int = 0, name: str | None = None, torch: bool = False) -> str:
-        code = PRELUDE.format(step=str(files[0]), graph=str(files[1]), alone=not torch) + text
+    def run(text: str, *, status: int = 0, name: str | None = None) -> str:
+        code = PRELUDE.format(step=str(files[0]), graph=str(files[1])) + text
         if name:
             (files[0].parent / name).write_text(code)
         command = [sys.executable, *([str(files[0].parent / name)] if name else ["-c", code])]
@@ -245,8 +244,7 @@ threading.Thread(target=run).start()
 
 @pytest.mark.torch
 def test_workers_of_a_data_loader_hold_a_step(script):
-    said = script(
-        """
+    said = script("""
 import torch
 step = bnfuse.open_step(STEP)
 step(images, labels)
@@ -258,9 +256,7 @@ class Set(torch.utils.data.Dataset):
 
 loader = torch.utils.data.DataLoader(Set(), batch_size=4, num_workers=2, multiprocessing_context="fork")
 for batch in loader: print(batch.tolist(), np.isfinite(step(images, labels)))
-""",
-        torch=True,
-    )
+""")
     assert said.splitlines() == ["[0, 1, 2, 3] True", "[4, 5, 6, 7] True"]
 
 
@@ -282,7 +278,6 @@ print(time.time())
 COMMAND = """
 import sys
 sys.argv = ["bnfuse", *sys.argv[1:]]
-sys.modules["torch"] = None
 import bnfuse.core.interrupts
 print("up", flush=True)
 from bnfuse.runtime.codegen import build

@@ -37,6 +37,11 @@ def test_batch_norm_over_one_value():
     assert text.endswith("Use a larger --batch or --image.")
 
 
+def test_celu_that_divides_by_zero(after_conv):
+    text = message_of(after_conv([node("Celu", alpha=0.0)]))
+    assert text.startswith("node 'it' (Celu) has alpha 0") and text.endswith("write that.")
+
+
 def test_dynamic_batch_is_fixed_by_batch(after_conv, step):
     nodes = [node("AveragePool", kernel_shape=[2, 2], strides=[2, 2])]
     dynamic = after_conv(nodes, x=["N", 3, 6, 6])

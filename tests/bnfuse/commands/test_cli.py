@@ -136,6 +136,18 @@ def test_inspect_as_text_and_as_json(run):
     assert json.loads(run("inspect", "train.onnx", "--json")[1])["layers"]
 
 
+def test_batch_sizes_to_compile_for_reach_the_compiler(run, monkeypatch):
+    asked = []
+
+    def compile(*_, batches, **__):
+        asked.extend(batches)
+        raise bnfuse.BnfuseError("enough")
+
+    monkeypatch.setattr("bnfuse.api.compile", compile)
+    run("compile", "fused.onnx", "-o", "step.bnf", "--batch", "32", "--batch", "7")
+    assert asked == [32, 7]
+
+
 def test_compile_then_run_from_the_file_alone(run, files):
     status, text = run("compile", "fused.onnx", "-o", "step.bnf", "--lr", "0.05")
     assert status == 0 and "kernels" in text

@@ -176,7 +176,7 @@ def test_a_process_that_has_a_launchers_variables_may_train_alone(files, monkeyp
     ("words", "what"),
     [
         (["--world", "nccl"], "cannot serve a step on 'cpu'"),
-        (["--deterministic", "--target", "cuda"], "is for ranks on CPUs"),
+        (["--deterministic", "--target", "cuda"], "deterministic is for ranks on CPUs"),
     ],
 )
 def test_what_all_ranks_know_to_be_wrong_the_first_one_says(words, what, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -24,6 +25,22 @@ def spoilt(step, name: str, value: float = np.inf):
     state[name].flat[0] = value
     step.load_state_dict(state)
     return step
+
+
+@pytest.mark.parametrize(("rank", "same"), [(None, True), (0, True), (1, False)])
+def test_random_values_are_those_of_the_rank(rank, same):
+    random = types.SimpleNamespace(draw=lambda shape, dtype, *, seed, step, name: (shape, seed, step, name))
+    step = types.SimpleNamespace(
+        seed=3,
+        steps=5,
+        epoch=1,
+        virtual_statistics=(np.zeros(1), np.ones(1)),
+        world=None if rank is None else types.SimpleNamespace(rank=rank),
+        sampling=types.SimpleNamespace(virtual=(), random={"noise": random}, offsets=lambda **_: {}),
+        latest=types.SimpleNamespace(inputs={"noise": types.SimpleNamespace(shape=(4,), dtype="float32")}),
+    )
+    (shape, seed, at, name) = replay.drawn(step)["noise"]
+    assert (shape, at, name) == ((4,), 5, "noise") and (seed == 3) is same
 
 
 @pytest.fixture(scope="module")
