@@ -12,7 +12,7 @@ equal     20 steps of two ranks and of one on both batches, float32, each begun 
 repeat    the same steps again, as graphs and launch by launch: the same bits, on both ranks the same parameters
 bf16      the same steps with gradients as bfloat16 on the wire: how far they are from float32's
 step      seconds of a step, and of its exchanges by themselves
-sum       seconds of sums of 4 KiB to 64 MiB alone, in a graph
+sum       seconds of sums of 1 KiB to 64 MiB alone, in a graph
 lost      rank 1 stops (SIGSTOP) in the middle of steps: rank 0 says so within the limit
 
 Everything is a JSON line in OUT/gpu_parallel.jsonl; the last line says whether all was right, as does the exit status.
@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from parallel_sums import SIZES, in_a_graph
 from parallel_worlds import Planned
 
 from bnfuse.core.errors import BnfuseError, LostRankError
-from bnfuse.parallel.nccl import Piece
 from bnfuse.runtime.program import program as p
 
 NETWORKS = {"densenet40": {"growth": 12, "depth": 1}, "resnet20": {}}
@@ -46,7 +46,6 @@ LR, MOMENTUM = 0.05, 0.9
 TOLERANCE = 1e-4  # of each loss, and of what a usual step changes: where a ReLU flips, one may differ by more
 HALF_TOLERANCE = 2e-2  # of what 20 steps change
 BUCKET = 16 << 10  # bytes
-SIZES = [4 << k for k in range(10, 25, 2)]  # bytes
 HALVES = slice(0, EACH), slice(EACH, 2 * EACH)
 LIMIT = 15.0  # seconds, of the part `lost`
 
@@ -266,30 +265,9 @@ def times(run: Run, name: str, way: str) -> None:
 
 
 def sums(run: Run) -> None:
-    """Sums of float32 by size, ten behind each other in a graph."""
-    from bnfuse.runtime.backends.cuda.calls import WIRE, Task
-    from bnfuse.runtime.backends.cuda.driver import open_driver
-    from bnfuse.runtime.backends.cuda.graph import Graph
-
-    driver = open_driver(run.world.device)
-    with driver.active():
-        stream, side = driver.new_stream(), driver.new_urgent_stream()
-        address = driver.allocate(max(SIZES), "what is summed")
-        driver.zero(address, max(SIZES), stream)
-        start, end = driver.new_event(timing=True), driver.new_event(timing=True)
-        for size in SIZES:
-            piece = Piece(address, size // 4)
-            one = Task("backward", ((WIRE,),), exchange=lambda on, held=piece: run.world.enqueue_sums([held], on))
-            graph = Graph(driver, [one] * 10, side)
-            found = []
-            for _ in range(7):
-                driver.record(start, stream)
-                graph.launch(stream)
-                driver.record(end, stream)
-                driver.wait_for(end)
-                found.append(driver.seconds(start, end) / 10)
-            run.log("sum", bytes=size, seconds=min(found[2:]), gb_per_s=size / min(found[2:]) / 1e9)
-        driver.synchronize(stream)
+    """Sums of float32 by size, in a graph."""
+    for size, seconds in in_a_graph(run.world, SIZES).items():
+        run.log("sum", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9)
 
 
 def lost(run: Run, name: str, way: str) -> None:

@@ -44,12 +44,13 @@ import parallel_torch
 import parallel_trace
 from gpu_pack import unpack
 from parallel_cases import ON_CPUS, ON_GPUS, Case, Way, case_of, compile_only, compiled, file_of, training_model, ways
+from parallel_sums import SIZES, in_a_graph, on_the_host
 from parallel_worlds import Recorder, Single, noting
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.parallel import launched, open_world
+from bnfuse.runtime.program import program as p
 
-SIZES = [4 << k for k in range(10, 25, 2)]  # bytes: 4 KiB to 64 MiB
 PATIENCE = 600.0  # seconds that ranks wait for one that compiles
 ON_GPU_AGAINST = ("torch-cl", "torch-compile", "ddp", "ddp-compile", "ddp-sync")
 ON_CPU_AGAINST = ("torch-cl", "ddp", "ddp-sync")
@@ -195,7 +196,7 @@ def measure(run: Run, case: Case) -> None:
         if (base := base_of(name)) in alone:
             run.log("scaling", **about, candidate=name, **compared(times, base, name))
     for name, candidate in together.items():
-        if hasattr(candidate, "step"):
+        if hasattr(candidate, "step") and p.MAPPED not in candidate.step.program.regions:  # all it sends is a launch
             run.log("schedule", **about, candidate=name, **schedule_line(candidate, f"{case.name} {name}"))
     del alone, together
     forget(run)
@@ -336,19 +337,12 @@ def sums(run: Run) -> None:
     """A sum between the ranks by itself, by size: what the network gives at best."""
     if run.world.size == 1:
         return
-    device = "cuda" if run.is_gpu else "cpu"
-    if any(name.startswith("ddp") for name in run.args.against):
-        for size, seconds in parallel_torch.all_reduces(device, SIZES, 5).items():
-            run.log("all-reduce", engine="nccl" if run.is_gpu else "gloo", bytes=size, seconds=seconds)
-    if not run.is_gpu:
-        for size in SIZES:
-            array, times = np.zeros(size // 4, dtype=np.float32), []
-            for _ in range(7):
-                run.barrier()
-                start = time.perf_counter()
-                run.world.sum(array)
-                times.append(time.perf_counter() - start)
-            run.log("all-reduce", engine=run.world.name, bytes=size, seconds=min(times))
+    if not run.is_gpu and any(name.startswith("ddp") for name in run.args.against):
+        for size, seconds in parallel_torch.all_reduces("cpu", SIZES, 5).items():
+            run.log("all-reduce", engine="gloo", bytes=size, seconds=seconds)
+    taken_by = in_a_graph if run.is_gpu else on_the_host
+    for size, seconds in taken_by(run.world, SIZES).items():
+        run.log("all-reduce", engine=run.world.name, bytes=size, seconds=seconds)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from bnfuse.estimating.parallel.fit import Fit, Measured, fit
 from bnfuse.estimating.parallel.schedule import Exchange, Schedule
 
 Line = dict[str, Any]
+FEW = 4  # steps
 
 
 def show(folder: Path, plots: Path | None) -> None:
@@ -109,28 +110,26 @@ def same(a: Line, b: Line) -> bool:
 
 
 def fits(lines: list[Line]) -> dict[str, Fit]:
-    """For each world whose steps tell something. What a few points cannot tell is taken from sums by themselves."""
+    """For each world whose steps tell something: fitted to steps, and to sums by themselves. Jitter is seen in steps
+    alone, and where they are few it is taken for none."""
     found = {}
     for world in dict.fromkeys(line["world"] for line in lines if line["what"] == "schedule"):
-        points = measured(lines, world)
-        fixed: dict[str, float] = {}
-        if len(points) < 4:
-            fixed = {"jitter": 0.0, **latency_of(lines, world)}
+        steps = measured(lines, world)
         try:
-            found[world] = fit(points, fixed=fixed)
+            found[world] = fit([*steps, *sums(lines, world)], fixed={"jitter": 0.0} if len(steps) < FEW else {})
         except BnfuseError as error:
             print(f"{world}: {error}")
     return found
 
 
-def latency_of(lines: Iterable[Line], world: str) -> dict[str, float]:
-    """Of a message, by the shortest sum: 2 (p - 1) of them around a ring."""
-    sums = [
-        each
-        for each in lines
-        if each["what"] == "all-reduce" and each["world"] == world and each["engine"].lower() == world.lower()
+def sums(lines: Iterable[Line], world: str) -> list[Measured]:
+    """Sums by themselves as steps that compute nothing."""
+    return [
+        Measured(
+            Schedule(f"a sum of {scaled(line['bytes'], 'B')}", 1, (0.0,), (Exchange("sum", line["bytes"], 0, 1),), 1),
+            line["ranks"],
+            line["seconds"],
+        )
+        for line in lines
+        if line["what"] == "all-reduce" and line["engine"] == line["world"] == world
     ]
-    if not sums:
-        return {}
-    least = min(sums, key=lambda line: line["bytes"])
-    return {"latency": least["seconds"] / (2 * (least["ranks"] - 1))}

@@ -99,7 +99,7 @@ def test_when_a_rank_is_gone_all_end(how: str, says: str, expected: int, tmp_pat
 def test_a_rank_that_is_stopped_before_it_begins_is_not_waited_for_longer_than_the_limit(tmp_path):
     """MPI itself would wait for ever, and keep Python's lock."""
     status, output, seconds = by_mpirun(3, "leave", str(tmp_path), "begin", f"{LIMIT}")
-    assert status == 1, output
+    assert status != 0, output  # the launcher's own, for it ends the others by a signal
     lines = [line for line in output.splitlines() if line.startswith("bnfuse: ")]
     assert len(lines) == 1, output
     told = rf"bnfuse: rank 0 has waited {LIMIT:g} s for the others to begin: process [0-9]+ is stopped"
