@@ -35,15 +35,15 @@ def all_reduce_moments(low: Lowering, operands: Values, results: Values, attribu
     """Lower AllReduceMoments: mean and variance of all ranks, [C] each."""
     (channels,) = low.shape(operands["mean"])
     own = {name: low.dense(value) for name, value in operands.items()}
-    gathered = own
+    refs: dict[str, Ref] = {**own, **new_vectors(low, results, channels)}
     if is_mapped(low, attributes):
-        refs = {**own, **new_vectors(low, results, channels), **boxes(low, len(own), channels)}
-        coefficients(low, "all_moments", (channels, low.ranks.size, low.ranks.size, True), refs)
+        boxed = boxes(low, len(own), channels)
+        coefficients(low, "all_moments", (channels, low.ranks.size, low.ranks.size, True), {**refs, **boxed})
         return
     if low.ranks.size > 1:
         gathered = {name: low.storage(channels * low.ranks.size) for name in own}
         low.exchange(p.GATHER, [storage for name in own for storage in (own[name], gathered[name])])
-    refs: dict[str, Ref] = {**gathered, **new_vectors(low, results, channels)}
+        refs |= gathered
     coefficients(low, "all_moments", (channels, low.ranks.size, counted(low, attributes)), refs)
 
 
@@ -55,13 +55,12 @@ def all_reduce_terms(low: Lowering, operands: Values, results: Values, attribute
         raise BnfuseError(f"node '{low.node}' exchanges channels {start} to {stop} of {length}: rewrite the graph anew")
     ranks = counted(low, attributes)
     made = {name: low.new_dense(value, (stop - start,)) for name, value in results.items()}
+    read: dict[str, Ref] = {name: vector_range(low, value, start) for name, value in operands.items()}
     if is_mapped(low, attributes):
-        read = {name: vector_range(low, value, start) for name, value in operands.items()}
-        refs = {**read, **made, **boxes(low, len(read), stop - start)}
-        coefficients(low, "all_terms", (stop - start, length, low.ranks.size, True), refs)
+        boxed = boxes(low, len(read), stop - start)
+        coefficients(low, "all_terms", (stop - start, length, ranks, True), {**read, **made, **boxed})
         return
     summed = made if ranks == low.ranks.size else {name: low.storage(stop - start) for name in made}
-    read = {name: vector_range(low, value, start) for name, value in operands.items()}
     coefficients(low, "all_terms", (stop - start, length, ranks), {**read, **summed})
     if low.ranks.size > 1:
         low.exchange(p.SUM, summed.values())
