@@ -278,7 +278,7 @@ class NcclWorld:
             )
         if self._stream is None:
             cu = nvidia.bindings()
-            self._stream = checked("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            self._stream = checked("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
         self._stops.append((stop, owner))
         return found
 
