@@ -5,11 +5,12 @@ an unbroken one does.
     python benchmarks/kill_ranks.py --ranks 4 --signal stop --limit 10
     python benchmarks/kill_ranks.py --ranks 2 --launcher torchrun --json result.json
 
-One process of the run, the first of its ranks or another, gets SIGKILL or SIGSTOP: a third of the times before the
-first step, else at random within the steps. Then the launcher must end within the limit (`--limit`, and what the
-launcher itself takes), no process of the run may be left, what is said must be one line that names what happened, and
-every file must be whole. In the end parameters, statistics, moments and lines of metrics must be the unbroken run's,
-times aside: bit by bit on MPI, whose sums of so many ranks are always made alike. Exit status 1 where anything differs.
+One process of the run, the first of its ranks or another, gets SIGKILL or SIGSTOP: a third of the times (`--early`)
+before the first step, else at random within the steps. Then the launcher must end within the limit (`--limit`, and what
+the launcher itself takes; of ranks that were still to begin, what that takes too), no process of the run may be left,
+what is said must be one line that names what happened, and every file must be whole. In the end parameters, statistics,
+moments and lines of metrics must be the unbroken run's, times aside: bit by bit on MPI, whose sums of so many ranks are
+always made alike. Exit status 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--launcher", choices=tuple(GRACE), default="mpirun")
     parser.add_argument("--signal", choices=tuple(SIGNALS), default="kill")
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--early", type=float, default=START_UP, help="share of them that fall before the first step")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds that a rank waits for the others")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--folder", type=Path, help="keep the files here")
@@ -88,7 +90,8 @@ def main() -> int:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="bnfuse-ranks-"))
     ranks = Ranks(chosen.ranks, chosen.launcher, chosen.limit, folder)
     try:
-        found = stress(ranks, chosen.network, chosen.kills, SIGNALS[chosen.signal], random.Random(chosen.seed))
+        hits = Hits(chosen.kills, SIGNALS[chosen.signal], chosen.early)
+        found = stress(ranks, chosen.network, hits, random.Random(chosen.seed))
     finally:
         if chosen.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,8 +101,18 @@ def main() -> int:
     return 0 if found["same"] else 1
 
 
-def stress(ranks: Ranks, network: str, kills: int, number: signal.Signals, rng: random.Random) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Hits:
+    """How often a rank is hit, by what, and which share of the times before the first step."""
+
+    count: int
+    number: signal.Signals
+    early: float
+
+
+def stress(ranks: Ranks, network: str, hits: Hits, rng: random.Random) -> dict[str, Any]:
     """Everything that happened, and whether the two runs ended alike."""
+    kills, number = hits.count, hits.number
     folder, kind = ranks.folder, Kind((), METRICS, {})
     for part in ("warm", "unbroken", "killed"):
         (folder / part).mkdir(parents=True)
@@ -118,7 +131,7 @@ def stress(ranks: Ranks, network: str, kills: int, number: signal.Signals, rng: 
     happened: list[dict[str, Any]] = []
     while len(happened) < kills:
         before = count(folder / "killed" / METRICS)
-        early = rng.random() < START_UP
+        early = rng.random() < hits.early
         more = 0 if early else rng.randint(1, max(1, (total - before) // (kills - len(happened) + 1)))
         delay = rng.uniform(0, start_up) if early else rng.uniform(0, pace)
         launcher = ranks.start("killed")
@@ -127,7 +140,14 @@ def stress(ranks: Ranks, network: str, kills: int, number: signal.Signals, rng: 
             print(f"finished before the {len(happened) + 1}th")
             break
         after = check_whole(folder / "killed", kind)
-        happened.append({"early": early, "lines_before": before, "lines_after": after, **ended(launcher, hit, ranks)})
+        happened.append(
+            {
+                "early": early,
+                "lines_before": before,
+                "lines_after": after,
+                **ended(launcher, hit, ranks, start_up if early else 0.0),
+            }
+        )
         print(f"{len(happened)}: {'while it began' if early else 'at work'}, {happened[-1]}")
         check_whole(folder / "killed", kind)
     finish(ranks.start("killed"))
@@ -178,11 +198,12 @@ def struck(
     return ranks
 
 
-def ended(launcher: subprocess.Popen[str], ranks: list[int], run: Ranks) -> dict[str, Any]:
-    """Wait for the end of the run; what was said, how long it took, and what was wrong with it."""
+def ended(launcher: subprocess.Popen[str], ranks: list[int], run: Ranks, start_up: float) -> dict[str, Any]:
+    """Wait for the end of the run, whose ranks may take so long to begin; what was said, how long it took, and what was
+    wrong with it."""
     begun, wrong = time.monotonic(), []
     try:
-        _, said = launcher.communicate(timeout=run.limit + GRACE[run.launcher])
+        _, said = launcher.communicate(timeout=start_up + run.limit + GRACE[run.launcher])
     except subprocess.TimeoutExpired:
         wrong.append("it did not end within the limit")
         for process in (*ranks, launcher.pid):
