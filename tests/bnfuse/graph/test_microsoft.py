@@ -1,94 +1,22 @@
-"""Graphs of onnxruntime-training in our dialect: it computes what they did, under the same names."""
+"""Operators of onnxruntime-training in our dialect: they compute what they did, under the same names."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from microsoft_graphs import MICROSOFT, Arrays, converted, model_of, node, normal, pool_model, run, same
+from onnx import helper, numpy_helper
 
-from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.feeds import draw_feeds
-from bnfuse.graph.io import load
-from bnfuse.graph.microsoft import convert, is_foreign
-from bnfuse.graph.training_graph import open_graph, without_dropout
-from bnfuse.models import build_forward
+from bnfuse.graph.microsoft import convert
+from bnfuse.graph.training_graph import without_dropout
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.schemas import check_model
-from bnfuse.passes import rewrite
 
-MICROSOFT = "com.microsoft"
-Arrays = dict[str, np.ndarray]
 random = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-def node(op: str, inputs: list[str], outputs: list[str], domain: str = MICROSOFT, **attributes: object):
-    return helper.make_node(op, inputs, outputs, name=outputs[0] or outputs[-1], domain=domain, **attributes)
-
-
-def model_of(
-    nodes: list[onnx.NodeProto],
-    feeds: Arrays,
-    wanted: list[str],
-    constants: Arrays | None = None,
-    shapes: dict[str, list[int]] | None = None,
-    opset: int = 17,
-) -> onnx.ModelProto:
-    """A graph of these nodes; what is neither fed nor constant has the shape of `shapes`, where that says one."""
-
-    def info(name: str, array: np.ndarray) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-
-    shapes = shapes or {}
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in wanted]
-    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items() if n not in wanted]
-    tensors = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
-    inputs = [info(name, array) for name, array in feeds.items()]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, tensors, value_info=infos)
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=8)
-
-
-def run(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(None, {k: v.copy() for k, v in feeds.items()}), strict=True))
-
-
-def converted(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model in our dialect: valid, with nothing of onnxruntime's in it."""
-    found = ir.to_proto(convert(ir.from_proto(model)))
-    nodes = [*found.graph.node, *(n for function in found.functions for n in function.node)]
-    assert MICROSOFT not in {n.domain for n in nodes} | {entry.domain for entry in found.opset_import}
-    assert not {"MaxPoolGrad", "AveragePoolGrad"} & {n.op_type for n in nodes if not n.domain}
-    assert [value.name for value in found.graph.output] == [value.name for value in model.graph.output]
-    assert [value.name for value in found.graph.input] == [value.name for value in model.graph.input]
-    check_model(found)
-    return found
-
-
-def same(model: onnx.ModelProto, feeds: Arrays, tolerance: float = 2e-5) -> list[str]:
-    """The converted graph computes what the graph did; gives its operators."""
-    found = converted(model)
-    expected, results = run(model, feeds), run(found, feeds)
-    for name, value in expected.items():
-        scale = max(1.0, float(np.abs(value).max(initial=0)))
-        np.testing.assert_allclose(results[name], value, rtol=tolerance, atol=tolerance * scale, err_msg=name)
-        assert results[name].shape == value.shape and results[name].dtype == value.dtype
-    return [n.op_type for n in found.graph.node]
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 # Norms
@@ -201,18 +129,6 @@ def test_padding_that_follows_from_the_sizes(auto_pad):
 def test_a_convolution_of_one_dimension(wanted):
     window = {"kernel_shape": (3,), "strides": (2,), "dilations": (2,), "pads": (1, 2)}
     same(*conv_model(window, 2, wanted, rank=1), 1e-4)
-
-
-def pool_model(kind, window, shape=(2, 3, 9, 8)):
-    x = normal(0, *shape)
-    outputs = ["y", "indices"] if kind == "MaxPool" else ["y"]
-    forward = helper.make_node(kind, ["x"], outputs, name="pool", **window)
-    value = helper.make_tensor_value_info
-    probe = helper.make_graph([forward], "g", [value("x", 1, shape)], [value("y", 1, None)])
-    y = run(helper.make_model(probe, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), {"x": x})["y"].shape
-    feeds = {"x": x, "dy": normal(1, *y)}
-    backward = helper.make_node(f"{kind}Grad", ["dy", *outputs[1:]], ["dx"], name=f"pool_Grad/{kind}Grad_0", **window)
-    return model_of([forward, backward], feeds, ["y", "dx"], shapes={"y": list(y), "dx": list(shape)}), feeds
 
 
 @random
@@ -504,116 +420,3 @@ def test_a_cross_entropy(inner, reduction, ignored, weighted, internal):
     shapes = {"loss": [n, *inner] if reduction == "none" else [], "dscores": whole, "log_prob": whole}
     model = model_of([forward, backward], feeds, ["loss", "dscores"], constants, shapes)
     assert "SoftmaxCrossEntropyGrad" in same(model, feeds)
-
-
-# Whole graphs
-
-
-NETWORKS = {  # with batches so large that no statistics are of a few elements
-    "densenet40": {"batch": 2, "depth": 1, "image": 16},
-    "resnet20": {"batch": 4, "image": 16},
-    "googlenet": {"batch": 2, "image": 64},
-}
-
-
-def of_onnxruntime(name: str) -> tuple[ir.Model, onnx.ModelProto, Arrays]:
-    """A training graph of the zoo as we build it, as onnxruntime builds it, and what both are fed."""
-    from ort_training import forward_of, training_gradients
-
-    graph = open_graph(without_dropout(ir.from_proto(build_training_graph(build_forward(name, **NETWORKS[name])))))
-    signature = graph.signature
-    theirs = training_gradients(forward_of(ir.to_proto(graph.model), signature), signature.trainable, signature.loss)
-    wanted = [value.name for value in theirs.graph.input]
-    feeds = {**graph.state(), **draw_feeds(graph, np.random.default_rng(0))}
-    return graph.model, theirs, {key: feeds[key] for key in wanted}
-
-
-@pytest.mark.ort_training
-@pytest.mark.parametrize("name", NETWORKS)
-def test_training_graphs_of_onnxruntime(name):
-    _, theirs, feeds = of_onnxruntime(name)
-    found = converted(theirs)
-    expected, results = run(theirs, feeds), run(found, feeds)
-    for key, value in expected.items():
-        # a ReLU that rounding opens moves a gradient by as much; a wrong conversion is wrong by far more
-        assert np.linalg.norm(results[key] - value) <= 5e-3 * np.linalg.norm(value), key
-    gone = {n.name for n in theirs.graph.node} - {n.name for n in found.graph.node}
-    assert not {name for name in gone if "_Grad/" not in name}
-    assert {e.key: e.value for e in found.metadata_props} == {e.key: e.value for e in theirs.metadata_props}
-
-
-@pytest.mark.ort_training
-@pytest.mark.parametrize("name", ["densenet40", "resnet20"])
-def test_they_are_fused_as_ours_are(name):
-    ours, theirs, _ = of_onnxruntime(name)
-    fused = [rewrite(model) for model in (ours, ir.from_proto(theirs))]
-    kinds = [Counter(n.op_type for n in each.model.graph if n.domain == "ai.bnfuse") for each in fused]
-    assert kinds[0] == kinds[1]
-    unfused = [[entry.half for entry in each.report.unfused] for each in fused]
-    assert unfused[0] == unfused[1]
-
-
-def small() -> ir.Model:
-    """A graph of onnxruntime's operators."""
-    return ir.from_proto(pool_model("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]})[0])
-
-
-def test_a_graph_of_our_dialect_stays_what_it_is():
-    model = convert(small())
-    assert not is_foreign(model) and convert(model) is model
-
-
-def test_the_graph_that_is_given_stays_as_it_was():
-    model = small()
-    before = ir.to_proto(model)
-    assert convert(model) is not model
-    assert ir.to_proto(model) == before
-
-
-def test_a_graph_is_converted_where_it_is_read(tmp_path):
-    proto = ir.to_proto(small())
-    onnx.save(proto, tmp_path / "pool.onnx")
-    for source in (proto, ir.from_proto(proto), tmp_path / "pool.onnx"):
-        assert [n.domain for n in load(source).graph] == ["", "ai.bnfuse"]
-
-
-def test_an_operator_that_is_not_read():
-    feeds = {"x": normal(0, 2, 3)}
-    model = model_of([node("BiasDropout", ["x"], ["y", "mask"])], feeds, ["y"], shapes={"y": [2, 3]})
-    with pytest.raises(BnfuseError, match=r"^train.onnx: node 'y' \(BiasDropout\) is an operator of onnxruntime that"):
-        convert(ir.from_proto(model), "train.onnx")
-
-
-def test_a_convolution_of_three_dimensions():
-    feeds = {"dy": normal(0, 1, 2, 2, 2, 2), "x": normal(1, 1, 2, 2, 2, 2), "w": normal(2, 2, 2, 1, 1, 1)}
-    model = model_of([node("ConvGrad", list(feeds), ["dx", "dw"])], feeds, ["dx"], shapes={"dx": [1, 2, 2, 2, 2]})
-    with pytest.raises(BnfuseError, match="is of a convolution of 3 dimensions"):
-        convert(ir.from_proto(model))
-
-
-def test_another_element_type():
-    feeds = {"dy": normal(0, 2, 3, 4, 4).astype(np.float64), "x": normal(1, 2, 3, 4, 4).astype(np.float64)}
-    nodes = [node("ReluGrad", ["dy", "x"], ["dx"])]
-    model = model_of(nodes, feeds, ["dx"])
-    model.graph.output[0].type.tensor_type.elem_type = TensorProto.DOUBLE
-    assert [n.op_type for n in converted(model).graph.node] == ["Greater", "Where"]
-    nodes = [node("ConvGrad", ["dy", "x", "x"], ["dx", "dw"])]
-    model = model_of(nodes, feeds, ["dx"])
-    with pytest.raises(BnfuseError, match="reads 'dy', which is double: convert the model to float32"):
-        convert(ir.from_proto(model))
-
-
-@pytest.mark.parametrize("opset", [13, 15])
-@pytest.mark.ort_training
-def test_an_older_opset_is_raised_to_one_that_can_add_where_it_scatters(opset):
-    model, feeds = pool_model("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]})
-    model.opset_import[0].version = opset
-    same(model, feeds)
-    assert converted(model).opset_import[0].version == 16
-
-
-def test_an_opset_in_which_nothing_is_written():
-    model, _ = pool_model("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]})
-    model.opset_import[0].version = 12
-    with pytest.raises(BnfuseError, match="has opset 12, and its gradients are written in 16"):
-        convert(ir.from_proto(model))
