@@ -67,7 +67,7 @@ def compile(
     """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
 
     `target` is cpu, cpu:MCPU with an LLVM CPU name, cuda for the GPU that is here, or cuda:ARCHITECTURE such as
-    cuda:sm_90. For a GPU `precision` is fp32 (the default), tf32, bf16 or fp16. docs/runtime.md
+    cuda:sm_90. `precision` is fp32 (the default) or bf16, of a GPU tf32 or fp16 too. docs/runtime.md
 
     `threads` is one a physical core by default. `progress(done, total, kernel)` hears of each kernel that had to be
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.

@@ -28,10 +28,10 @@ def set_precision(torch: Any, precision: str) -> None:
     torch.backends.cudnn.benchmark = True
 
 
-def autocast(torch: Any, precision: str) -> Any:
+def autocast(torch: Any, precision: str, device: str = "cuda") -> Any:
     """Round forward and loss: nothing for fp32 and tf32, whose switches are the process's."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast("cuda", dtype=dtype)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
 
 def scaler(torch: Any, precision: str) -> Any:

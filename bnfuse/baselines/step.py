@@ -18,6 +18,7 @@ from bnfuse.core.processors import bounded_threads, physical_cores
 from bnfuse.core.times import STEPS_A_RUN, Times
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS
 
 Arrays = dict[str, np.ndarray]
 
@@ -32,7 +33,7 @@ class TorchStep:
 
     The batch is a tensor in the network's memory format, on the device, before the first step, and torch-compile has
     compiled both directions, so neither is in the times. `loss` is that of the last step, a torch scalar. `precision`
-    (on a GPU) is fp32, tf32, or by autocast bf16 or fp16, the latter with torch's loss scaling. `module` and
+    is fp32, by autocast bf16, or on a GPU tf32, or by autocast fp16 with torch's loss scaling. `module` and
     `criterion` (of what it gives, and the labels) stand in for those that are written from the graph.
     """
 
@@ -116,7 +117,7 @@ class TorchStep:
     def forward(self) -> Any:
         """Give the loss, with what its gradient needs; gradients are cleared."""
         self.optimizer.zero_grad(set_to_none=True)
-        with cuda.autocast(self.torch, self.precision):
+        with cuda.autocast(self.torch, self.precision, self.device):
             return self.loss_of(self.data, self.labels)
 
     def _backward(self, loss: Any) -> None:
@@ -151,8 +152,9 @@ def check_names(baseline: str, device: str, precision: str) -> None:
     if baseline not in baselines_of(device):
         where = "" if device == "cpu" else f" on {device}"
         raise BnfuseError(f"there is no torch baseline '{baseline}'{where}: there is {', '.join(baselines_of(device))}")
-    if device == "cpu" and precision != "fp32":
-        raise BnfuseError(f"on a CPU torch's step is fp32, not {precision}: leave the precision out")
+    if device == "cpu" and precision not in CPU_PRECISIONS:
+        has = " or ".join(CPU_PRECISIONS)
+        raise BnfuseError(f"on a CPU torch's step is {has}, not {precision}: leave the precision out")
 
 
 def batch_of(torch: Any, signature: GraphSignature, feeds: Arrays) -> tuple[list[Any], list[Any]]:

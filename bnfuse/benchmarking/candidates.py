@@ -99,17 +99,17 @@ def make_baseline(
     threads: int,
     *,
     timed: bool = True,
-    precision: str | None = None,
+    device: str = "cpu",
+    precision: str = "fp32",
 ) -> Candidate:
-    """Make the step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this
+    """Make the step of another runtime; `device` and `precision` are torch's. `timed=False`, in a process for this
     alone, spares onnxruntime its first run in another one and the session of the forward part."""
     if baseline == "ort":
         return OrtCandidate(graph, feeds, threads, timed=timed)
     from bnfuse.baselines import TorchStep
 
-    if precision is not None:
-        return TorchStep(graph, baseline, feeds, lr=LR, momentum=MOMENTUM, device="cuda", precision=precision)
-    return TorchStep(graph, baseline, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
+    own = {"threads": threads} if device == "cpu" else {}
+    return TorchStep(graph, baseline, feeds, lr=LR, momentum=MOMENTUM, device=device, precision=precision, **own)
 
 
 def compile_variant(

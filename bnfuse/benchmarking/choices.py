@@ -8,7 +8,7 @@ from bnfuse.baselines.names import BASELINES as TORCH_BASELINES
 from bnfuse.baselines.names import CUDA_BASELINES
 from bnfuse.core.errors import BnfuseError
 from bnfuse.passes.variants import split
-from bnfuse.runtime.targets.arch import PRECISIONS
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS, PRECISIONS
 
 BASELINES = ("ort", *TORCH_BASELINES)
 
@@ -29,10 +29,10 @@ def is_gpu(target: str) -> bool:
 
 
 def precision(text: str | None, target: str) -> str:
-    """Tell what a target computes in: float32 by default, and on a CPU always."""
+    """Tell what a target computes in: float32 by default."""
     chosen = text or "fp32"
     if chosen not in PRECISIONS:
         raise BnfuseError(f"there is no precision '{chosen}': there is {', '.join(PRECISIONS)}")
-    if chosen != "fp32" and not is_gpu(target):
+    if chosen not in CPU_PRECISIONS and not is_gpu(target):
         raise BnfuseError(f"precision {chosen} is for a GPU: add --target cuda")
     return chosen

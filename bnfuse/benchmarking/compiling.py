@@ -48,7 +48,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
     graph = open_graph(asked["file"])
     if "baseline" in asked:
-        return measure_baseline(graph, asked["baseline"], asked["threads"], asked.get("how", {}).get("precision"))
+        return measure_baseline(graph, asked["baseline"], asked["threads"], asked.get("how", {}))
     import bnfuse.runtime.compile  # noqa: F401  # its import is not in the time
     from bnfuse.benchmarking.candidates import compile_rewritten
     from bnfuse.passes.variants import rewrite_variant
@@ -61,8 +61,8 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
 
 
-def measure_baseline(graph: Any, baseline: str, threads: int, precision: str | None) -> dict[str, float | None]:
-    """Measure compiling a baseline, in the child. `precision` is a GPU's, None for the CPU."""
+def measure_baseline(graph: Any, baseline: str, threads: int, how: dict[str, str]) -> dict[str, float | None]:
+    """Measure compiling a baseline, in the child. `how` has target and precision where they are not the CPU's."""
     from bnfuse.baselines.names import import_torch
     from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds
@@ -70,7 +70,8 @@ def measure_baseline(graph: Any, baseline: str, threads: int, precision: str | N
     import_torch()
     feeds = draw_feeds(graph, np.random.default_rng(0))
     start = time.perf_counter()
-    make_baseline(graph, baseline, feeds, threads, precision=precision).run()
+    device, precision = "cuda" if "target" in how else "cpu", how.get("precision", "fp32")
+    make_baseline(graph, baseline, feeds, threads, device=device, precision=precision).run()
     return {"rewrite_s": None, "compile_s": time.perf_counter() - start}
 
 

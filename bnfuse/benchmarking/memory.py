@@ -22,19 +22,20 @@ from bnfuse.core.times import Candidate
 from bnfuse.measuring.children import answer, ask
 
 
-def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, int | None]:
+def measured_peak(file: Path, name: str, seed: int, threads: int, precision: str = "fp32") -> dict[str, int | None]:
     """Measure peak memory in a process of its own. `file` is a compiled step, or for a baseline (`name`) the training
-    graph."""
-    return ask(
-        "bnfuse.benchmarking.memory", {"file": str(file.resolve()), "name": name, "seed": seed, "threads": threads}
-    )
+    graph, whose step computes in this precision."""
+    request = {"file": str(file.resolve()), "name": name, "seed": seed, "threads": threads, "precision": precision}
+    return ask("bnfuse.benchmarking.memory", request)
 
 
 def measure(asked: dict[str, Any]) -> dict[str, int | None]:
     """Measure peak memory, in the child. None where the system does not tell."""
     file, rng = Path(asked["file"]), np.random.default_rng(asked["seed"])
-    prepare = prepare_own if file.suffix == ".bnf" else prepare_baseline
-    make = prepare(file, asked["name"], rng, asked["threads"])
+    if file.suffix == ".bnf":
+        make = prepare_own(file, asked["name"], rng, asked["threads"])
+    else:
+        make = prepare_baseline(file, asked["name"], rng, asked["threads"], asked["precision"])
     reset_peak()
     before = peak_memory()
     candidate = make()
@@ -63,7 +64,9 @@ def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -
     return make
 
 
-def prepare_baseline(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+def prepare_baseline(
+    file: Path, name: str, rng: np.random.Generator, threads: int, precision: str
+) -> Callable[[], Candidate]:
     """Import what a baseline needs, and open its graph. Gives what makes the candidate."""
     from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds
@@ -79,7 +82,7 @@ def prepare_baseline(file: Path, name: str, rng: np.random.Generator, threads: i
         import_torch()
     graph = open_graph(file)
     feeds = draw_feeds(graph, rng)
-    return lambda: make_baseline(graph, name, feeds, threads, timed=False)
+    return lambda: make_baseline(graph, name, feeds, threads, timed=False, precision=precision)
 
 
 def reset_peak() -> None:

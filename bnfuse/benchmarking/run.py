@@ -76,7 +76,13 @@ class Plan:
     @property
     def how(self) -> dict[str, str]:
         """Options of compiling that are not the CPU's defaults."""
-        return {"target": self.target, "precision": self.precision} if self.is_gpu else {}
+        found = {"target": self.target} if self.is_gpu else {}
+        return found | ({"precision": self.precision} if self.is_gpu or self.precision != "fp32" else {})
+
+    @property
+    def device(self) -> str:
+        """Where the steps run, as torch calls it."""
+        return "cuda" if self.is_gpu else "cpu"
 
 
 @dataclasses.dataclass
@@ -172,6 +178,8 @@ def time_all(
     alternate(entries, plan.repetitions, progress)
     during = idle.others_between(before, idle.take_sample())
     machine = describe_machine(plan.threads, plan.baselines, quiet, during)
+    if plan.precision != "fp32":
+        machine["precision"] = plan.precision
     floors: list[dict[str, Any]] = []
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda import bench
@@ -194,9 +202,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     baselines: list[Entry] = []
     for baseline in plan.baselines:  # before ours: a baseline that is not installed is told of at once
         progress(f"preparing {baseline}")
-        candidate = make_baseline(
-            graph, baseline, feeds, plan.threads, precision=plan.precision if plan.is_gpu else None
-        )
+        candidate = make_baseline(graph, baseline, feeds, plan.threads, device=plan.device, precision=plan.precision)
         apart = bool(getattr(candidate, "forward_apart", False))
         baselines.append((candidate, Record(candidate.name, source, apart=apart)))
     ours: list[Entry] = []
@@ -279,4 +285,4 @@ def peaks_of(record: Record, plan: Plan) -> dict[str, int | None]:
         from bnfuse.benchmarking.cuda import bench
 
         return bench.peaks_of(record.file, record.name, plan.precision, plan.seed)
-    return measured_peak(record.file, record.name, plan.seed, plan.threads)
+    return measured_peak(record.file, record.name, plan.seed, plan.threads, plan.precision)

@@ -26,7 +26,7 @@ Target = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(metavar="P", help="On a GPU: fp32, tf32, bf16 or fp16 (default: fp32).", show_default=False),
+    typer.Option(metavar="P", help="fp32 or bf16; on a GPU also tf32 or fp16 (default: fp32).", show_default=False),
 ]
 Tune = Annotated[
     bool, typer.Option("--tune", help="Measure kernels that can be made in several ways; the fastest are remembered.")

@@ -8,9 +8,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from bnfuse.runtime.program.program import ALIGNMENT, Program, Storage, Tensor
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Store(abc.ABC):
@@ -78,6 +81,11 @@ class Memory(Store):
     def bytes(self) -> int:
         """Size of all regions in bytes."""
         return sum(block.nbytes for block in self.regions.values())
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """View what numpy has no type of its own for (bfloat16) as the integers that kernels of a CPU take it as."""
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
 def aligned(size: int) -> np.ndarray:

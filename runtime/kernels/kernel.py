@@ -3,7 +3,7 @@
 A kernel is a TIR function and the list of its parameters. Its generator is a pure function of a frozen
 *problem* (shapes, strides, pads, steps) and a target, so the pair is the kernel's key in the cache.
 
-Feature maps are NHWC, float32 or (on a GPU) bfloat16 or float16. A map may be a channel slot of a wider buffer: pixel
+Feature maps are NHWC, float32, bfloat16 or (on a GPU) float16. A map may be a channel slot of a wider buffer: pixel
 (n, h, w), channel c lies at  offset + ((n*H + h)*W + w)*stride + c  of a flat buffer. The stride is part of the
 problem; the offset is an int32 argument, so that layers that differ only in their slot share one kernel. Other
 tensors are dense, in the layout of the ONNX file (weights OIHW), flat.

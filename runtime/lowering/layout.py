@@ -24,7 +24,7 @@ from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.targets.target import Target
 
-HALVES = ("bfloat16", "float16")  # the types in which a GPU stores maps that are float32 in the file
+HALVES = ("bfloat16", "float16")  # the types in which maps are stored that are float32 in the file
 ALIGN = 8  # elements: the most that a MapType's `align` promises
 LINE = 16  # float32 elements of a cache line: where a storage may start
 VIEWS = ("Split", *RESHAPES)  # they produce no buffer: the result is the operand's storage
@@ -209,10 +209,11 @@ def to_nhwc(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
-    """Make the map that fills its storage, for a tensor of the file. Only a GPU's kernels look at its alignment."""
+    """Make the map that fills its storage, for a tensor of the file. Only a GPU's kernels look at its alignment, and at
+    its type where it is no float32 in the file."""
     n, c, h, w = shape
-    if not target.has_typed_maps:
-        return MapType(n, h, w, c, c)
+    if not target.aligns_maps:
+        return MapType(n, h, w, c, c, stored_dtype(shape, "float32", target))
     return realigned(MapType(n, h, w, c, c, stored_dtype(shape, dtype, target), ALIGN), 0)
 
 

@@ -160,7 +160,7 @@ def _dense(low: Lowering, storage: int, shape: tuple[int, ...], axis: int) -> Ma
     """Give a dense tensor as a map whose height is one axis, and what is behind it are the channels."""
     inner = math.prod(shape[axis + 1 :])
     kind = MapType(math.prod(shape[:axis]), shape[axis], 1, inner, inner)
-    if low.target.has_typed_maps:
+    if low.target.aligns_maps:
         kind = realigned(dataclasses.replace(kind, align=ALIGN), 0)
     return MapRef(storage, 0, kind)
 

@@ -1,4 +1,4 @@
-"""The GPU architectures that code can be made for."""
+"""The GPU architectures that code can be made for, and the precisions of all targets."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_10
 WITH_WGMMA = {"sm_90": "sm_90a"}
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+CPU_PRECISIONS = ("fp32", "bf16")
 
 FORM = re.compile(r"sm_(\d+)(\d)")
 

@@ -16,22 +16,30 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class CpuTarget:
-    """A CPU: `mcpu` is LLVM's name of it, `lanes` the float32 lanes of a vector."""
+    """A CPU: `mcpu` is LLVM's name of it, `lanes` the float32 lanes of a vector.
+
+    `precision` is how maps are stored: fp32, or bf16, whose sums, statistics and coefficients are float32 as well.
+    """
 
     mcpu: str
     lanes: int
     threads: int
+    precision: str = "fp32"
 
     kind: ClassVar[str] = "llvm"  # in files and reports
     backend: ClassVar[str] = "cpu"  # the folder of its kernels, and of what runs them
-    precision: ClassVar[str] = "fp32"
-    map_dtype: ClassVar[str] = "float32"
-    has_typed_maps: ClassVar[bool] = False  # kernels look neither at the types of maps nor at their alignment
+    aligns_maps: ClassVar[bool] = False  # kernels do not look at the alignment of maps
     packs_weights: ClassVar[bool] = False  # convolutions pack what they read, as they go
     is_one_graph: ClassVar[bool] = False  # phases run one after the other
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.mcpu}, {self.threads} threads"
+        fewer_bits = "" if self.precision == "fp32" else f", {self.precision}"
+        return f"{self.kind} {self.mcpu}, {self.threads} threads{fewer_bits}"
+
+    @property
+    def map_dtype(self) -> str:
+        """The type in which feature maps are stored."""
+        return HALVES.get(self.precision, "float32")
 
     @property
     def machine(self) -> str:
@@ -62,7 +70,7 @@ class CudaTarget:
 
     kind: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "cuda"
-    has_typed_maps: ClassVar[bool] = True
+    aligns_maps: ClassVar[bool] = True
     packs_weights: ClassVar[bool] = True  # one launch packs all of them, at the start of a step
     is_one_graph: ClassVar[bool] = True  # of all launches of a call: the state of a step is seen after it alone
 
@@ -101,7 +109,7 @@ Target = CpuTarget | CudaTarget
 def target_of(data: Mapping[str, Any]) -> Target:
     """Read what `to_data` gave. Raises ValueError for a kind that there is not."""
     if data["kind"] == CpuTarget.kind:
-        return CpuTarget(data["mcpu"], data["lanes"], data["threads"])
+        return CpuTarget(data["mcpu"], data["lanes"], data["threads"], data["precision"])
     if data["kind"] == CudaTarget.kind:
         return CudaTarget(data["mcpu"], data["threads"], data["precision"])
     raise ValueError(f"its target is {str(data['kind'])[:20]!r}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conv_case import ConvCase, as_buffer, from_buffer, gradient_operands
+from halves import HALVES, as_held, rounding, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,12 +78,12 @@ class Case(ConvCase):
         n, c, h, w = self.shape(name)
         return MapType(n, h, w, c, c + (self.slots and self.slots + self.offset(name)))
 
-    def problem(self) -> Problem:
+    def problem(self, dtype: str = "float32") -> Problem:
+        """Maps of more than one pixel are of this type."""
         spec = parse(self.op)
         names = [*spec.operands, *spec.results]
-        maps = tuple(
-            (name, self.map(name)) for name in names if len(self.shape(name)) == 4 and name not in WEIGHTS + ACC
-        )
+        kinds = [(name, self.map(name)) for name in names if len(self.shape(name)) == 4 and name not in WEIGHTS + ACC]
+        maps = tuple((name, dataclasses.replace(k, dtype=dtype if k.h * k.w > 1 else k.dtype)) for name, k in kinds)
         return Problem(self.op, maps, tuple(self.attributes.items()), self.shape("weight"))
 
 
@@ -110,12 +111,12 @@ def run(case: Case, kernel: Kernel, values: dict[str, np.ndarray], function: Any
 
 
 def check(case: Case, tolerance: float = 1e-5, target: CpuTarget = TARGET, seed: int = 0) -> None:
-    kernel = conv_backward(case.problem(), target)
-    values = gradient_operands(case, np.random.default_rng(seed))
+    kernel = conv_backward(case.problem(target.map_dtype), target)
+    values = as_held(gradient_operands(case, np.random.default_rng(seed)), target)
     expected = reference.run(parse(case.op), values, case.attributes)
     for name, found in run(case, kernel, values).items():
         error = np.linalg.norm(found - expected[name]) / np.linalg.norm(expected[name])
-        assert error < tolerance, f"{name} of {case}: {error:.1e}"
+        assert error < tolerance + rounding(name, found, target), f"{name} of {case}: {error:.1e}"
 
 
 CASES = [
@@ -226,9 +227,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=8, derandomize=True, deadline=None, database=None)
-@given(cases())
-def test_gradients_of_any_convolution(case: Case) -> None:
-    check(case, tolerance=2e-5)
+@given(cases(), targets)
+def test_gradients_of_any_convolution(case: Case, target: CpuTarget) -> None:
+    check(case, tolerance=2e-5, target=target)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(FULL, 2, 7, 7, 40, 24, slots=3),
+        Case("BatchNormGradConvGradWeight", 1, 23, 21, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3)),
+        Case("NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3),
+        Case(FULL, 2, 8, 9, 70, 70, (3, 3), (2, 2), (1, 1, 1, 1), group=70, slots=2),
+        Case(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
+    ],
+    ids=str,
+)
+def test_gradients_of_maps_of_16_bits(case: Case) -> None:
+    check(case, target=HALVES)
 
 
 @pytest.mark.parametrize(("mcpu", "lanes"), [("haswell", 8), ("nehalem", 4)])

@@ -1,5 +1,6 @@
 """Copies between layouts, exact."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,6 +27,16 @@ def test_to_nhwc_and_back(shape, stride, offset):
     assert (moved == wanted.reshape(-1)).all()
     back = execute.call(layout.nhwc_to_nchw(kind, TARGET), {"x": moved}, {"x": offset})["y"]
     assert (back.reshape(shape) == x).all()
+
+
+def test_maps_of_16_bits_hold_the_nearest_of_two_the_even_one():
+    kind = MapType(1, 2, 4, 1, 1, "bfloat16")
+    x = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3.4e38, np.inf, -np.nan, 1e-40], np.float32)
+    x[6:7].view(np.uint32)[0] = 0x7FFFFFFF  # rounded like a number it would be -0
+    moved = execute.call(layout.nchw_to_nhwc(kind, TARGET), {"x": x})["y"]
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(moved, x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(execute.call(layout.nhwc_to_nchw(kind, TARGET), {"x": moved})["y"], moved)
 
 
 def test_from_slot_to_slot():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from halves import targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import load
@@ -67,9 +68,9 @@ def cases(draw: st.DrawFn) -> Any:
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
-@given(cases())
-def test_any_3x3_convolution(case):
-    direct.check(case, tolerance=5e-6, generator=winograd)
+@given(cases(), targets)
+def test_any_3x3_convolution(case, target):
+    direct.check(case, target, tolerance=5e-6, generator=winograd)
 
 
 def error(case: Any, operands: dict[str, np.ndarray], generator: Any) -> float:

@@ -11,6 +11,7 @@ from bnfuse.core.processors import bounded_threads, check_threads, physical_core
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS
 from bnfuse.runtime.targets.target import CpuTarget
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ class CpuBackend:
 
     def resolve(self, model: str = "", threads: int | None = None, precision: str | None = None) -> CpuTarget:
         """Threads default to the physical cores; for this machine they are no more than its processors."""
-        if precision not in (None, CpuTarget.precision):
+        if precision not in (None, *CPU_PRECISIONS):
             raise BnfuseError(
-                f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
+                f"precision {precision} is for a GPU, a CPU has {' and '.join(CPU_PRECISIONS)}: leave it out, or "
+                f"compile for cuda"
             )
         if threads is not None:
             check_threads(threads)
@@ -37,7 +39,8 @@ class CpuBackend:
             raise BnfuseError(
                 f"target '{name}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself"
             )
-        return CpuTarget(mcpu, cpus.lanes_of(cpus.features_of(mcpu)), wanted or physical_cores())
+        lanes = cpus.lanes_of(cpus.features_of(mcpu))
+        return CpuTarget(mcpu, lanes, wanted or physical_cores(), precision or CpuTarget.precision)
 
     def require_compiler(self) -> None:
         """TVM brings its own."""

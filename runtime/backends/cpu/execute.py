@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 
 from bnfuse.runtime.backends.launching import start_threads
+from bnfuse.runtime.backends.memory import BFLOAT16, as_bits
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -51,7 +52,8 @@ def call(
 ) -> dict[str, np.ndarray]:
     """Run on arrays by parameter name; outputs that are not among them are made here, filled with NaN (or 1).
 
-    Returns all parameters' arrays by name, flat. They are copies: the caller's arrays stay as they are.
+    Returns all parameters' arrays by name, flat; maps of bfloat16 as float32. They are copies: the caller's arrays stay
+    as they are.
     """
     given = {}
     for param in kernel.params:
@@ -59,13 +61,13 @@ def call(
             array = aligned_copy(np.ascontiguousarray(arrays[param.name], dtype=param.dtype).reshape(-1))
         else:
             assert param.access == "out", f"{param.name} is missing"
-            array = aligned(param.elements, param.dtype, np.nan if param.dtype.startswith("float") else 1)
+            array = aligned(param.elements, param.dtype, np.nan if "float" in param.dtype else 1)
         assert array.size == param.elements, f"{param.name} has {array.size} elements, not {param.elements}"
         given[param.name] = array
-    tensors = [tvm.runtime.from_dlpack(given[p.name]) for p in kernel.params]
+    tensors = [tvm.runtime.from_dlpack(as_bits(given[p.name])) for p in kernel.params]
     places = [(offsets or {}).get(p.name, 0) for p in kernel.params if p.is_map]
     (function or compile_kernel(kernel))(*tensors, *places, *scalars)
-    return given
+    return {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in given.items()}
 
 
 Slot = tuple[int, int]  # stride and offset of a map in a wider buffer
@@ -105,7 +107,7 @@ def operator(
         if len(shape) == 4 and name not in ("weight", "dweight"):
             n, c, h, w = shape
             stride, offsets[name] = slots.get(name, (c, 0))
-            map_types[name] = MapType(n, h, w, c, stride)
+            map_types[name] = MapType(n, h, w, c, stride, target.map_dtype if h * w > 1 else "float32")
             if name not in buffers and (name in operands or stride != c):
                 buffers[name] = np.full((n, h, w, stride), 7.0, np.float32)
                 if name in operands:
@@ -118,7 +120,7 @@ def operator(
     after = call(kernel, {p.name: buffers[p.name] for p in kernel.params if p.name in buffers}, offsets)
     for name, kind in map_types.items():
         if name in after and name in buffers:
-            _check_outside(name, kind, offsets[name], np.asarray(buffers[name], np.float32), after[name])
+            _check_outside(name, kind, offsets[name], buffers[name].astype(kind.dtype), after[name])
     return {
         name: _result(after[name], shape, map_types.get(name), offsets.get(name, 0)) for name, shape in shapes.items()
     }

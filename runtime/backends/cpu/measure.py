@@ -12,7 +12,7 @@ import tvm
 
 from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import launch
-from bnfuse.runtime.backends.memory import aligned
+from bnfuse.runtime.backends.memory import BFLOAT16, aligned, as_bits
 from bnfuse.runtime.backends.turns import shortest_times
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets.target import CpuTarget
@@ -47,7 +47,7 @@ def random_arguments(kernel: Kernel) -> list[Any]:
     buffers = []
     for param in kernel.params:
         buffer = aligned(param.elements * np.dtype(param.dtype).itemsize).view(param.dtype)
-        if param.dtype == "float32":
+        if buffer.dtype in (np.float32, BFLOAT16):
             buffer[:] = np.resize(some, param.elements)
-        buffers.append(tvm.runtime.from_dlpack(buffer))
+        buffers.append(tvm.runtime.from_dlpack(as_bits(buffer)))
     return [*buffers, *(0 for param in kernel.params if param.is_map)]

@@ -26,7 +26,7 @@ from bnfuse.runtime.backends.execution import (
     shared_regions,
 )
 from bnfuse.runtime.backends.launching import launch
-from bnfuse.runtime.backends.memory import Memory, aligned
+from bnfuse.runtime.backends.memory import Memory, aligned, as_bits
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.cpus import features_of, missing_features
 from bnfuse.runtime.targets.target import CpuTarget
@@ -72,7 +72,7 @@ class CpuRunner:
     def _tensor(self, storage: int) -> Any:
         """Wrap a storage as kernels take it; no copy."""
         if storage not in self._tensors:
-            self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
+            self._tensors[storage] = tvm.runtime.from_dlpack(as_bits(self.memory.flat(storage)))
         return self._tensors[storage]
 
     def another(self, region: str) -> Block:

@@ -20,7 +20,7 @@ class CopyProblem:
 
 @dataclasses.dataclass(frozen=True)
 class SumProblem:
-    """The sum of float32 maps of one size, each in a slot of its own."""
+    """The sum of maps of one size, each in a slot of its own."""
 
     xs: tuple[MapType, ...]
     y: MapType

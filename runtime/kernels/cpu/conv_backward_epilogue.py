@@ -15,7 +15,7 @@ from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.partials import Partials
-from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.cpu.tir import as_stored, element, registers, span, store
 from bnfuse.runtime.kernels.kernel import Problem
 
 Expr = Any  # a tvm PrimExpr or a Python int
@@ -177,7 +177,7 @@ class Sums:
 def prefetch(buffer: Buffer, index: Expr, purpose: int) -> None:
     """Ask for the cache line of an element; one outside of the buffer does no harm."""
     hint = (T.int32(k) for k in (purpose, KEEP, DATA))
-    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", tirx.address_of(buffer[index]), *hint))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", tirx.address_of(element(buffer, index)), *hint))
 
 
 def chunks(count: int, lanes: int) -> dict[int, int]:
@@ -203,7 +203,8 @@ def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums:
     pixel, channel, inner = where
     plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)
     buffer, index = cell
-    store(buffer, index, plan.changed(d, load) if elements.spec.is_gradient else plan.finished(d, load))
+    is_gradient, result = elements.spec.is_gradient, elements.arguments[elements.result]
+    store(buffer, index, plan.changed(d, load) if is_gradient else as_stored(result, plan.finished(d, load)))
     sums.add(buffer[index], pixel, channel, inner)
     return plan.placed(buffer[index], load)  # as it is, of y
 

@@ -111,7 +111,7 @@ def _build(problem: Problem, target: CpuTarget, shape: Convolution, params: tupl
         tiles = choose_tiles(shape, target)
         nest = _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)
         if nest.is_streamed:
-            with stream.streaming(tiles.lanes):
+            with stream.streaming(problem.map(nest.result), tiles.lanes):
                 nest.body()
         else:
             nest.body()

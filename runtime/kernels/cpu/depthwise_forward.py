@@ -93,7 +93,7 @@ class DepthwiseNest(ForwardNest):
         if not self.is_streamed:
             super().emit()
             return
-        with stream.streaming(self.lanes):
+        with stream.streaming(self.y.type, self.lanes):
             super().emit()
 
     @property

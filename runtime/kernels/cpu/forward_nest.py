@@ -16,7 +16,7 @@ from bnfuse.runtime.kernels.cpu.images import Slots, runs_of, store_statistics
 from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, covers_input, cut
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
-from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, span, splat, with_width, workspace, zero
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, as_stored, span, splat, with_width, workspace, zero
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -95,12 +95,17 @@ class ForwardNest:
             finish(self.elements, self.totals, None)
 
     def finished(self, values: list[Expr], channel: Expr, lanes: int) -> list[Expr]:
-        """Give vectors of what is made of the channels from `channel` on with their bias, and behind the activation."""
+        """Give vectors of what is made of the channels from `channel` on with their bias, and behind the activation.
+
+        Where they are summed they are as the map will hold them.
+        """
         if "Bias" in self.epilogue:
             bias = T.bind(self.arguments["bias"][span(channel, lanes)])
             values = [T.bind(value + bias) for value in values]
         if "Relu" in self.epilogue:
             values = [T.bind(steps.maximum(value, splat(0, lanes))) for value in values]
+        if {"Statistics", "ImageStatistics"} & {*self.epilogue}:
+            values = [as_stored(self.y.buffer, value) for value in values]
         return values
 
     def leave(

@@ -114,7 +114,7 @@ def _map_kernel(problem: NormProblem, target: CpuTarget, emit: Callable[[Args], 
     size = maps["x"].n * maps["x"].c
     params = tuple(
         Param(name, "in" if name in op.operands else "out", maps[name].elements if name in maps else size,
-              is_map=name in maps)
+              maps[name].dtype if name in maps else "float32", is_map=name in maps)
         for name in (*op.operands, *op.results)
     )  # fmt: skip
     name = unique_name(problem.op, problem, target)

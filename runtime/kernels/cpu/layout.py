@@ -17,11 +17,12 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 # vectors for each thread: a parallel region costs as much as 4096 elements (of vectors of 16); chosen by hand
 WORTH_A_THREAD = 256
+FLOATS = ("float32", tir.HALF)
 
 
 def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """Make the kernel x, dense [n, c, h, w] -> the map y."""
-    params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, dtype, is_map=True))
+    """Make the kernel x, dense [n, c, h, w] of `dtype` -> the map y."""
+    params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, stored(y, dtype), is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)
 
     def move(args: Args, dense: Expr, pixel: Expr, channel: Expr) -> None:
@@ -32,8 +33,8 @@ def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kerne
 
 
 def nhwc_to_nchw(x: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """Make the kernel of the map x -> y, dense [n, c, h, w]."""
-    params = (Param("x", "in", x.elements, dtype, is_map=True), Param("y", "out", x.pixels * x.c, dtype))
+    """Make the kernel of the map x -> y, dense [n, c, h, w] of `dtype`."""
+    params = (Param("x", "in", x.elements, stored(x, dtype), is_map=True), Param("y", "out", x.pixels * x.c, dtype))
     problem = CopyProblem("NhwcToNchw", x, x.pixels * x.c, dtype)
 
     def move(args: Args, dense: Expr, pixel: Expr, channel: Expr) -> None:
@@ -43,10 +44,13 @@ def nhwc_to_nchw(x: MapType, target: CpuTarget, dtype: str = "float32") -> Kerne
 
 
 def copy_map(x: MapType, y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """Make the kernel of the map x -> the map y, of the same size but perhaps in another slot."""
+    """Make the kernel of the map x -> the map y, of the same size but perhaps in another slot.
+
+    `dtype` is the type of maps that are no floats.
+    """
     params = (
-        Param("x", "in", x.elements, dtype, is_map=True),
-        Param("y", "out", y.elements, dtype, is_map=True),
+        Param("x", "in", x.elements, stored(x, dtype), is_map=True),
+        Param("y", "out", y.elements, stored(y, dtype), is_map=True),
     )
 
     def emit(args: Args) -> None:
@@ -57,6 +61,11 @@ def copy_map(x: MapType, y: MapType, target: CpuTarget, dtype: str = "float32") 
         sweep(y.pixels, y.c, target, visit)
 
     return _kernel(CopyProblem("CopyMap", x, y, dtype), target, params, {"x": x, "y": y}, emit)
+
+
+def stored(kind: MapType, dtype: str) -> str:
+    """Name the type in which a map of the file's `dtype` lies: its own, where it is one of floats."""
+    return kind.dtype if dtype in FLOATS else dtype
 
 
 def copy(elements: int, target: CpuTarget, dtype: str = "float32") -> Kernel:

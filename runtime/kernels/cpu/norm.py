@@ -98,6 +98,7 @@ def map_sweep(problem: NormProblem, target: CpuTarget, channels: int, emit: Call
             name,
             "in" if name in op.operands else "out",
             maps[name].elements if name in maps else channels,
+            maps[name].dtype if name in maps else "float32",
             is_map=name in maps,
         )
         for name in (*op.operands, *op.results)

@@ -116,7 +116,7 @@ def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: CpuTar
         sweep(sample.count, x.c, _few_threads(target, sample.count * x.c), visit, [moments])
 
     params = (
-        Param("x", "in", x.elements, is_map=True),
+        Param("x", "in", x.elements, x.dtype, is_map=True),
         sample.place,
         Param("mean", "out", x.c),
         Param("variance", "out", x.c),
@@ -138,11 +138,11 @@ def _addition(problem: NormProblem, x: MapType, dx: MapType, sample: Sample, tar
         sweep(sample.count, x.c, _few_threads(target, sample.count * x.c), visit)
 
     params = (
-        Param("x", "in", x.elements, is_map=True),
+        Param("x", "in", x.elements, x.dtype, is_map=True),
         Param("q", "in", x.c),
         Param("w", "in", x.c),
         sample.place,
-        Param("dx", "inout", dx.elements, is_map=True),
+        Param("dx", "inout", dx.elements, dx.dtype, is_map=True),
     )
     return _kernel(problem, target, params, emit)
 

@@ -15,24 +15,24 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.tir import Buffer, Expr
+from bnfuse.runtime.kernels.cpu.tir import HALF, Buffer, Expr, Half, element, rounded
 from bnfuse.runtime.kernels.kernel import MapType
 
-FLOAT_BYTES = 4
 STREAMED_BYTES = 16 << 20  # smaller maps may be in the next launch's reach; chosen by hand
 X86_LANES = (8, 16)  # AVX2 and AVX-512: only there do vectors have these
 
+NAME = "bnfuse_stream_{lanes}"
 CODE = """
-define linkonce_odr void @bnfuse_stream_{lanes}(ptr %place, <{lanes} x float> %value) alwaysinline nounwind {{
+define linkonce_odr void @{name}(ptr %place, <{lanes} x {kind}> %value) alwaysinline nounwind {{
   %address = ptrtoint ptr %place to i64
   %offset = and i64 %address, {mask}
   %whole = icmp eq i64 %offset, 0
   br i1 %whole, label %past, label %through
 past:
-  store <{lanes} x float> %value, ptr %place, align {size}, !nontemporal !0
+  store <{lanes} x {kind}> %value, ptr %place, align {size}, !nontemporal !0
   ret void
 through:
-  store <{lanes} x float> %value, ptr %place, align 4
+  store <{lanes} x {kind}> %value, ptr %place, align {each}
   ret void
 }}
 !0 = !{{i32 1}}
@@ -41,21 +41,29 @@ through:
 
 def is_streamed(kind: MapType, lanes: int) -> bool:
     """Tell whether whole vectors of a map that a kernel writes should go past the caches."""
-    size = FLOAT_BYTES * kind.pixels * kind.c
+    size = bytes_of(kind) * kind.pixels * kind.c
     return lanes in X86_LANES and kind.stride % lanes == 0 and size >= STREAMED_BYTES
 
 
+def bytes_of(kind: MapType) -> int:
+    """Count the bytes of an element of a map."""
+    return 2 if kind.dtype == HALF else 4
+
+
 @contextmanager
-def streaming(lanes: int) -> Iterator[None]:
-    """Let `stream` be used within the block, which is to be opened right inside of the function."""
-    size = FLOAT_BYTES * lanes
-    with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", CODE.format(lanes=lanes, size=size, mask=size - 1)):
+def streaming(map_type: MapType, lanes: int) -> Iterator[None]:
+    """Let `stream` be used on a map within the block, which is to be opened right inside of the function."""
+    each = bytes_of(map_type)
+    kind, size = "i16" if each == 2 else "float", each * lanes
+    code = CODE.format(name=NAME.format(lanes=lanes), lanes=lanes, kind=kind, each=each, size=size, mask=size - 1)
+    with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", code):
         yield
 
 
 def stream(buffer: Buffer, index: Expr, value: Expr, lanes: int) -> None:
     """Store a whole vector past the caches, if it turns out to be aligned; else as usual."""
-    T.evaluate(tirx.call_extern("void", f"bnfuse_stream_{lanes}", tirx.address_of(buffer[index]), value))
+    value = rounded(value) if isinstance(buffer, Half) else value
+    T.evaluate(tirx.call_extern("void", NAME.format(lanes=lanes), tirx.address_of(element(buffer, index)), value))
 
 
 def fence() -> None:

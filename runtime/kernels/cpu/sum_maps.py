@@ -11,11 +11,12 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CpuTarget) -> Kernel:
-    """Make the kernel x0, x1, ... -> y, float32 maps of one size."""
+    """Make the kernel x0, x1, ... -> y, maps of one size."""
     problem = SumProblem(xs, y)
     maps = {**{f"x{i}": x for i, x in enumerate(xs)}, "y": y}
     params = tuple(
-        Param(name, "out" if name == "y" else "in", kind.elements, is_map=True) for name, kind in maps.items()
+        Param(name, "out" if name == "y" else "in", kind.elements, kind.dtype, is_map=True)
+        for name, kind in maps.items()
     )
 
     def emit(args: Args) -> None:

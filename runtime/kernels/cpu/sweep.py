@@ -49,7 +49,7 @@ class Args:
 
     def write(self, name: str, pixel: Expr, channel: Expr, value: Expr) -> None:
         """Store the element of a map at a pixel and channel."""
-        T.buffer_store(self[name], value, [self.maps[name].at(pixel, channel)])
+        tir.store(self[name], self.maps[name].at(pixel, channel), value)
 
     def loader(self, pixel: Expr, channel: Expr) -> Load:
         """Give the `load` of kernels/common/steps.py at one pixel and channel."""

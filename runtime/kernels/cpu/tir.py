@@ -2,6 +2,9 @@
 
 Every buffer is flat. Vectors are written out (`buffer[span(i, 16)]` is a float32x16) or come from `T.vectorized` loops;
 a tail is a narrower vector, which LLVM turns into the few moves that it takes, on every target.
+
+What a kernel computes with is float32. Where a parameter is bfloat16 it gets a `Half` in the buffer's place, whose
+loads widen and whose stores round: kernels do not know of it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,18 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
+HALF, HALF_BITS = "bfloat16", "uint16"  # a type of 16 bits, and what TVM is told that it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A buffer of bfloat16, read and written (by `store`) as float32."""
+
+    bits: Buffer  # uint16
+    dtype = "float32"
+
+    def __getitem__(self, index: Expr) -> Expr:
+        return widened(self.bits[index])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +85,18 @@ def function(name: str, params: Sequence[Param], *, may_alias: bool = False) -> 
         with T.prim_func(s_tir=True):
             T.func_name(name)
             T.func_attr({"tirx.noalias": not may_alias})
-            buffers = {p.name: T.arg(p.name, T.buffer((p.elements,), p.dtype)) for p in params}
+            buffers = {p.name: parameter(p) for p in params}
             offsets = {p.name: T.arg(f"{p.name}_offset", T.int32()) for p in params if p.is_map}
             arguments = Arguments(buffers, offsets)
             yield arguments
         arguments.result = builder.get()
+
+
+def parameter(param: Param) -> Buffer:
+    """Declare the next argument of the function that is open."""
+    if param.dtype != HALF:
+        return T.arg(param.name, T.buffer((param.elements,), param.dtype))
+    return Half(T.arg(param.name, T.buffer((param.elements,), HALF_BITS)))
 
 
 def span(start: Expr, width: int, stride: int = 1) -> Expr:
@@ -95,12 +117,56 @@ def widen(value: Expr, width: int) -> Expr:
 
 def store(buffer: Buffer, index: Expr, value: Expr) -> None:
     """Store a value, or a vector of them, at a flat index."""
-    T.buffer_store(buffer, value, [index])
+    if isinstance(buffer, Half):
+        T.buffer_store(buffer.bits, rounded(value), [index])
+    else:
+        T.buffer_store(buffer, value, [index])
+
+
+def rounded(value: Expr) -> Expr:
+    """Write the bits of a float32 as bfloat16: the nearest, of two the even one. What is no number stays none."""
+    value = T.bind(value)
+    bits = T.bind(T.reinterpret(like("uint32", value), value))
+
+    def of(number: int) -> Expr:
+        return constant(number, "uint32", value)
+
+    upper = bits + (of(0x7FFF) + ((bits >> of(16)) & of(1)))  # in this order LLVM sees what is rounded already
+    same = T.reinterpret(like("float32", bits), bits)  # TVM takes x == x for true, LLVM takes this for x == x
+    found = tirx.Select(value == same, upper >> of(16), of(0x7FC0))
+    return tirx.Cast(like(HALF_BITS, value), found)
+
+
+def widened(bits: Expr) -> Expr:
+    """Write a bfloat16, given as its bits, as float32."""
+    return T.reinterpret(like("float32", bits), tirx.Cast(like("uint32", bits), bits) << constant(16, "uint32", bits))
+
+
+def as_stored(buffer: Buffer, value: Expr) -> Expr:
+    """Write what `store` would leave of a value in a buffer."""
+    return T.bind(widened(rounded(value))) if isinstance(buffer, Half) else value
+
+
+def element(buffer: Buffer, index: Expr) -> Expr:
+    """Write the place of an element, of which to take the address."""
+    return (buffer.bits if isinstance(buffer, Half) else buffer)[index]
+
+
+def like(dtype: str, value: Expr) -> str:
+    """Name the type of as many `dtype` as a value has lanes."""
+    lanes = tvm.DataType(value.ty.dtype).lanes
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def constant(number: int, dtype: str, value: Expr) -> Expr:
+    """Write an integer in as many lanes as a value has."""
+    lanes = tvm.DataType(value.ty.dtype).lanes
+    return tirx.const(number, dtype) if lanes == 1 else T.broadcast(tirx.const(number, dtype), lanes)
 
 
 def prefetch_write(buffer: Buffer, index: Expr) -> None:
     """Bring the cache line of an element near, to be written. An index outside of the buffer does no harm."""
-    address = T.address_of(buffer[index])
+    address = T.address_of(element(buffer, index))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(1), T.int32(3), T.int32(1)))
 
 

@@ -43,9 +43,9 @@ def test_baselines_on_a_gpu_come_with_and_without_a_graph():
         choices.baselines(["torch+graph"])
 
 
-def test_a_precision_is_a_gpus_and_is_known():
+def test_a_precision_is_the_targets_and_is_known():
     assert choices.precision(None, "cpu") == choices.precision(None, "cuda") == "fp32"
-    assert choices.precision("bf16", "cuda:sm_80") == "bf16"
+    assert choices.precision("bf16", "cuda:sm_80") == choices.precision("bf16", "cpu") == "bf16"
     with pytest.raises(BnfuseError, match="add --target cuda"):
         choices.precision("tf32", "cpu:haswell")
     with pytest.raises(BnfuseError, match="fp32, tf32, bf16, fp16"):
@@ -80,8 +80,8 @@ def test_torch_baselines_of_a_gpu_are_refused_on_a_cpu(train):
     graph = open_graph(train)
     with pytest.raises(BnfuseError, match=r"no torch baseline 'torch\+graph': there is torch, torch-cl, torch-compile"):
         TorchStep(graph, "torch+graph", {})
-    with pytest.raises(BnfuseError, match="on a CPU torch's step is fp32, not bf16"):
-        TorchStep(graph, "torch", {}, precision="bf16")
+    with pytest.raises(BnfuseError, match="on a CPU torch's step is fp32 or bf16, not tf32"):
+        TorchStep(graph, "torch", {}, precision="tf32")
 
 
 # -- torch's switches and captures, on a stand-in ----------------------------------------------------------------------
