@@ -22,6 +22,7 @@ The inner loop is 28 FMAs, 14 broadcasts and 2 loads of weights; it does not tou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -34,7 +35,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
-from bnfuse.runtime.kernels.cpu import winograd_forward
+from bnfuse.runtime.kernels.cpu import products, winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
@@ -50,6 +51,7 @@ from bnfuse.runtime.kernels.cpu.nest import (
 from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, alternatives, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
+    HALF,
     Arguments,
     Buffer,
     Expr,
@@ -62,7 +64,6 @@ from bnfuse.runtime.kernels.cpu.tir import (
     splat,
     store,
     workspace,
-    zero,
 )
 from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest, choose_winograd_tiles
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
@@ -155,6 +156,13 @@ class ConvNest(ForwardNest):
         self.grouped = shape.groups > 1
         self.in_blocks = 1 if self.grouped else math.ceil(shape.cin / tiles.channels)
         self.taps = shape.r * shape.s
+        self.in_pairs = products.takes(shape, target)
+        self.packed_dtype = HALF if self.in_pairs else "float32"
+
+    def emit(self) -> None:
+        """Write the function's body, with what it takes in."""
+        with products.products(self.lanes) if self.in_pairs else contextlib.nullcontext():
+            super().emit()
 
     # Weights
 
@@ -189,22 +197,26 @@ class ConvNest(ForwardNest):
             with T.serial(0, self.taps) as tap:
                 row = tap * self.block_channels(in_block) + inside
                 target = self.weight_block(group, block, in_block) + row * self.width
+                if self.in_pairs:  # beside the other channel of its pair
+                    target = target - inside % 2 * (self.width - 1)
                 self.with_output_width(block, functools.partial(self.pack_weight_row, source + tap, target))
 
     def pack_weight_row(self, source: Expr, target: Expr, width: int) -> None:
         """Pack one row of `self.width` output channels, of which `width` exist."""
         weight, stride = self.arguments["weight"], self.shape.group_cin * self.taps
+        apart = 2 if self.in_pairs else 1
         for start, part in cut(width, self.lanes):
             values = weight[span(source + start * stride, part, stride)]
-            store(self.weights, span(target + start, part), values)
-        zero(self.weights, target + width, self.width - width, self.lanes)
+            store(self.weights, span(target + start * apart, part, apart), values)
+        for start, part in cut(self.width - width, self.lanes):
+            store(self.weights, span(target + (width + start) * apart, part, apart), splat(0, part))
 
     # Tiles
 
     def work(self, thread: Expr) -> None:
         """Write all tiles of a thread."""
         shape, tiles = self.shape, self.tiles
-        self.tile = PackedTile(shape, tiles.images, tiles.rows, tiles.row_stride, self.lanes)
+        self.tile = PackedTile(shape, tiles.images, tiles.rows, tiles.row_stride, self.lanes, self.packed_dtype)
         if self.is_gradient:
             self.scratch = workspace(math.prod(tiles.micro) * self.width)
         if self.in_blocks > 1:
@@ -291,14 +303,21 @@ class ConvNest(ForwardNest):
         channels = self.block_channels(part.in_block)
         whole_rows = not self.grouped and tile.row_stride == shape.cin and shape.dilation_w == 1
         steps_w, depth = (1, shape.s * shape.cin) if whole_rows else (shape.s, channels)
-        with loop(shape.r) as r, loop(steps_w) as s, T.serial(0, depth) as k:
-            pixel = corner + tile.tap(r, s) + k
-            row = weights + ((r * steps_w + s) * depth + k) * self.width
+        each = 2 if self.in_pairs else 1  # channels of a step
+        with loop(shape.r) as r, loop(steps_w) as s, T.serial(0, depth // each) as k:
+            pixel = corner + tile.tap(r, s) + k * each
+            row = weights + ((r * steps_w + s) * depth + k * each) * self.width
             for p, offset in enumerate(tile.offsets(micro)):
                 for v in range(self.tiles.vectors):
                     index = span(p * self.width + v * self.lanes, self.lanes)
-                    product = tile.buffer[pixel + offset] * self.weights[span(row + v * self.lanes, self.lanes)]
-                    store(accumulators, index, accumulators[index] + product)
+                    place, vector = pixel + offset, row + v * self.lanes * each
+                    store(accumulators, index, self.added(accumulators[index], place, vector))
+
+    def added(self, sums: Expr, pixel: Expr, row: Expr) -> Expr:
+        """Write a vector of sums and what a step adds to it: a pixel of the tile times a vector of weights."""
+        if self.in_pairs:
+            return products.add_products(sums, self.tile.buffer, pixel, self.weights, row, self.lanes)
+        return sums + self.tile.buffer[pixel] * self.weights[span(row, self.lanes)]
 
     def finish(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """Write bias, activation, statistics, y."""

@@ -29,6 +29,7 @@ class ForwardNest:
     width: int  # output channels of a block of weights
     out_blocks: int  # such blocks of a group
     images: Slots | None  # the sums over images
+    packed_dtype = "float32"  # of the packed weights
 
     def __init__(self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape) -> None:
         self.target, self.arguments, self.shape = target, arguments, shape
@@ -65,7 +66,7 @@ class ForwardNest:
     def emit(self) -> None:
         """Write the function's body: all weights, then all tiles, then the threads' statistics."""
         shape, threads = self.shape, self.target.threads
-        self.weights = workspace(self.packed_weights)
+        self.weights = workspace(self.packed_weights, self.packed_dtype)
         statistics = "Statistics" in self.epilogue
         own = self.elements.sums_size if self.is_gradient else 0
         self.totals = workspace(threads * own, "float64") if own else None

@@ -153,10 +153,12 @@ PackPixel = Callable[[Expr, Expr, bool], None]  # index in the tile, input pixel
 class PackedTile:
     """A thread's activated input: [images][packed rows][packed columns][row_stride], zeros outside of the image."""
 
-    def __init__(self, shape: ConvShape, images: int, rows: int, row_stride: int, lanes: int) -> None:
+    def __init__(
+        self, shape: ConvShape, images: int, rows: int, row_stride: int, lanes: int, dtype: str = "float32"
+    ) -> None:
         self.shape, self.images, self.row_stride, self.lanes = shape, images, row_stride, lanes
         self.rows, self.columns = shape.packed_rows(rows), shape.packed_columns
-        self.buffer: Buffer = workspace(images * self.rows * self.columns * row_stride)
+        self.buffer: Buffer = workspace(images * self.rows * self.columns * row_stride, dtype)
         step, left = shape.pack_step_w, shape.left
         self.first = min(math.ceil(left / step), self.columns)  # the packed columns inside of the image
         self.stop = max(self.first, min((shape.w - 1 + left) // step + 1, self.columns))

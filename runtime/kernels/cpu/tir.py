@@ -213,6 +213,8 @@ def zero(buffer: Buffer, start: Expr, count: int, lanes: int) -> None:
 
 def workspace(elements: int, dtype: str = "float32") -> Buffer:
     """Allocate memory for the rest of the enclosing block: shared outside of a parallel loop, a thread's own inside."""
+    if dtype == HALF:
+        return Half(T.alloc_buffer((elements,), HALF_BITS))
     return T.alloc_buffer((elements,), dtype)
 
 
