@@ -67,7 +67,11 @@ def test_a_compiled_file_keeps_the_precision_and_trains(step, tmp_path):
 @pytest.mark.parametrize("name", ["densenet40", "mobilenetv2"])
 def test_maps_take_half_of_the_memory_and_no_further_launch_or_copy(name):
     """Of the arena the rest are statistics, coefficients and what lies in the file's layout."""
-    fused = rewrite(open_graph(build_model(name, zoo={"batch": 32, "image": 32, **({"depth": 4} if name == "densenet40" else {})}).model).model).model
+    fused = rewrite(
+        open_graph(
+            build_model(name, zoo={"batch": 32, "image": 32, **({"depth": 4} if name == "densenet40" else {})}).model
+        ).model
+    ).model
     wide, narrow = (
         lower_graph(open_graph(fused), CpuTarget("haswell", 8, 2, precision), OPTIMIZER)[0].program
         for precision in ("fp32", "bf16")

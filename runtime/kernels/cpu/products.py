@@ -4,8 +4,8 @@
     packed weights    ...[r][s][channel/2][NR][2]           a pair of input channels of each output channel
     accumulators  +=  pixel's pair * weights' pairs         two products of each lane in one instruction
 
-The instruction adds the odd channel's product first, then the even one's, takes subnormal operands for zero, and rounds to
-nearest after each. TIR has not got it: the kernel takes it in as LLVM code, which is inlined.
+The instruction adds the odd channel's product first, then the even one's, takes subnormal operands for zero, and rounds
+to nearest after each. TIR has not got it: the kernel takes it in as LLVM code, which is inlined.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ define linkonce_odr <{lanes} x float> @{name}(<{lanes} x float> %sum, ptr %place
   %one = insertelement <{lanes} x i32> poison, i32 %pair, i64 0
   %pairs = shufflevector <{lanes} x i32> %one, <{lanes} x i32> poison, <{lanes} x i32> zeroinitializer
 """
-INSTRUCTION = """
+INSTRUCTION = (
+    """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-""" + OPENING + """
+"""
+    + OPENING
+    + """
   %a = bitcast <16 x i32> %pairs to <32 x bfloat>
   %b = bitcast <32 x i16> %weights to <32 x bfloat>
   %r = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sum, <32 x bfloat> %a, <32 x bfloat> %b)
   ret <16 x float> %r
 }}
 """
+)
 
 
 def takes(shape: ConvShape, target: CpuTarget) -> bool:
@@ -63,6 +67,6 @@ def products(lanes: int) -> Iterator[None]:
 
 
 def add_products(sums: Expr, pixels: Half, at: Expr, weights: Half, row: Expr, lanes: int) -> Expr:
-    """Write a vector of sums and a pair of a pixel, from element `at` on, times the pairs of `lanes` output channels."""
+    """Write a vector of sums plus a pixel's pair, from element `at` on, times the pairs of `lanes` output channels."""
     place = tirx.address_of(element(pixels, at))
     return tirx.call_extern(f"float32x{lanes}", NAME, sums, place, weights.bits[span(row, 2 * lanes)])
