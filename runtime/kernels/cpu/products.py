@@ -18,11 +18,9 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import Expr, Half, element, span
-from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import CpuTarget
 
-# No faster than float32's products (docs/decisions.md, D14): the CPUs that have AMX beside it, and the one before them
-NO_FASTER = ("cooperlake", "sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d", "diamondrapids")
+FASTER = ("znver4", "znver5")  # than float32's products; Intel's, which have it too, are slower by it (D14)
 
 NAME = "bnfuse_pair_products"
 OPENING = """
@@ -53,9 +51,8 @@ def takes(shape: ConvShape, target: CpuTarget) -> bool:
 
 
 def is_able(target: CpuTarget) -> bool:
-    """Tell whether a target computes in bfloat16, has the instruction, and is faster by it."""
-    has = "avx512bf16" in cpus.features_of(target.mcpu) and target.lanes == 16
-    return target.precision == "bf16" and has and target.mcpu not in NO_FASTER
+    """Tell whether a target computes in bfloat16, and is faster by the instruction."""
+    return target.precision == "bf16" and target.mcpu in FASTER
 
 
 @contextlib.contextmanager
