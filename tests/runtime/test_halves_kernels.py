@@ -1,4 +1,4 @@
-"""Kernels of plain operators on a CPU take maps of 16 bits as they lie: results are those of the same values in float32."""
+"""Kernels of plain operators on a CPU take maps of 16 bits as they lie; results are those of the values in float32."""
 
 from __future__ import annotations
 
