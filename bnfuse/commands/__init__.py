@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import estimate, explore, graphs, search, steps, training
+from bnfuse.commands import estimate, explore, graphs, networks, search, steps, training
 
 HELP = """Rewrite, compare, compile and train ONNX training graphs with BatchNorm split and fused.
 
@@ -34,7 +34,7 @@ def make_command() -> Any:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     app.callback(help=HELP)(of_all)
-    for module in (graphs, steps, training, search, estimate, explore):
+    for module in (networks, graphs, steps, training, search, estimate, explore):
         for function in module.COMMANDS:
             summary = (function.__doc__ or "").splitlines()[0]
             app.command(short_help=summary, context_settings={"max_content_width": 110})(function)
