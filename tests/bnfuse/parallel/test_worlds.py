@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import time
 from typing import Any
 
 import launched_ranks
@@ -12,10 +13,11 @@ import pytest
 from launched_ranks import arrays_of, by_mpirun, by_variables
 from thread_ranks import together
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.parallel import Launched, open_world
+from bnfuse.core.errors import BnfuseError, LostRankError
+from bnfuse.parallel import Launched, open_world, waiting
 from bnfuse.parallel.mpi import check_same
 from bnfuse.parallel.packing import packed, sum_in_order, unpack
+from bnfuse.parallel.waiting import patience, wait_until
 from bnfuse.parallel.world import kind_for, opened
 
 LIMIT = 2.0  # seconds, of the tests in which a rank is gone
@@ -105,6 +107,26 @@ def test_a_rank_that_is_stopped_before_it_begins_is_not_waited_for_longer_than_t
     told = rf"bnfuse: rank 0 has waited {LIMIT:g} s for the others to begin: process [0-9]+ is stopped"
     assert re.fullmatch(told, lines[0])
     assert seconds < LIMIT + 10
+
+
+class Waiting:
+    """A rank that waits."""
+
+    rank, size, limit = 0, 2, 0.05
+
+
+def test_patience_is_with_ranks_that_work_not_with_one_that_is_stopped(monkeypatch):
+    monkeypatch.setattr(waiting, "LOOK", 0.01)
+    monkeypatch.setattr(waiting, "stopped_beside", list)
+    world, end = Waiting(), time.monotonic() + 0.3
+    with patience(world, 60):
+        wait_until(lambda: time.monotonic() > end, world, "what takes long")
+    assert world.limit == 0.05
+    monkeypatch.setattr(waiting, "stopped_beside", lambda: ["process 7 is stopped"])
+    with patience(world, 60), pytest.raises(LostRankError, match=r"has waited 0 s .*, and process 7 is stopped"):
+        wait_until(lambda: False, world, "what takes long")
+    with pytest.raises(LostRankError, match=r"has waited 0.05 s for the others \(what is short\): a rank has ended"):
+        wait_until(lambda: False, world, "what is short")
 
 
 # -- which world ----------------------------------------------------------------------------------------------------
