@@ -10,6 +10,7 @@ Names are looked up when they are first used: an optimiser can be written down w
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ __all__ = ["EMA", "SGD", "Adam", "AdamW", "Group", "Lion", "RMSprop", "Step", "a
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
-    if name in ("add_batch", "compile_step", "load_step", "Step"):
+    makes_steps, runs_them = name in ("add_batch", "compile_step"), name in ("load_step", "Step")
+    if makes_steps or (runs_them and importlib.util.find_spec("tvm")):  # a step for a GPU runs where TVM is not
         from bnfuse.runtime.targets.tvm import import_tvm
 
         import_tvm()
