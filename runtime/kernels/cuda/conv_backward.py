@@ -23,9 +23,9 @@ from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
+from bnfuse.runtime.kernels.cuda.conv_group import emit
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
-from bnfuse.runtime.kernels.cuda.conv_tile import emit
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, gradient_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage

@@ -8,9 +8,9 @@ from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.conv_group import emit
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of
-from bnfuse.runtime.kernels.cuda.conv_tile import emit
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
 from bnfuse.runtime.kernels.cuda.device import Stage

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from bnfuse.runtime.kernels.cuda.conv_sizes import TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
-from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
+from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
+from bnfuse.runtime.kernels.cuda.wgmma import ROW_BYTES
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -26,6 +27,14 @@ FILLED = 0.7  # of the multiprocessors, with a tile each, are enough
 MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
 REGISTERS = 1 << 16  # of a multiprocessor
 LARGE = 1 << 16  # elements of a pointwise weight
+# tiles on products of warpgroups: pixels, outputs, warps, blocks side by side
+GROUP_SIZES = ((128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 8, 2), (128, 128, 4, 2), (128, 128, 8, 1))
+GROUP_SIZES += ((256, 64, 8, 2), (256, 64, 8, 1), (128, 64, 8, 2), (128, 64, 4, 3))
+NARROW = 32  # channels: fewer leave most of such a product idle
+DEEPEST = 4  # steps ahead, at most, and
+START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
+DEEP = 16  # steps of a tile without a halo from where on it is faster so: by measurement
+GROUP_REGISTERS = 60  # beside the accumulators: an estimate
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
@@ -45,18 +54,66 @@ def with_fallback(read: Read) -> tuple[Read, ...]:
 
 
 def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward: bool) -> Iterator[TilePlan]:
-    """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
-    seen: set[TilePlan] = set()
-    for read in with_fallback(read_of(c, forward=forward)):
-        if seen:
-            return
+    """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor.
+
+    Where a source serves several taps, or there are many steps, products of warpgroups are faster; else what comes from
+    memory is waited for.
+    """
+    reads = with_fallback(read_of(c, forward=forward))
+    by_groups = group_plans(c, operand, target, reads)
+    by_warps = warp_plans(c, operand, target, reads, forward=forward)
+    steps = [tile_of(c, plan, target.precision, operand).steps for plan in by_groups[:1]]
+    first = bool(by_groups) and (by_groups[0].halo or (forward and steps[0] >= DEEP))
+    yield from [*by_groups, *by_warps] if first else [*by_warps, *by_groups]
+
+
+def warp_plans(
+    c: Correlation, operand: Operand, target: CudaTarget, reads: Sequence[Read], *, forward: bool
+) -> list[TilePlan]:
+    """List plans of tiles on products of warps."""
+    found: dict[TilePlan, None] = {}
+    for read in reads:
+        if found:
+            break
         for plan in _tile_plans(c, target, forward, read):
             tile = tile_of(c, plan, target.precision, operand)
             if not tile.ring or tile.steps == 1:
                 plan = dataclasses.replace(plan, ahead=1)
-            if plan not in seen and tile.shared <= shared_limit(target.architecture):
-                seen.add(plan)
-                yield plan
+            if tile.shared <= shared_limit(target.architecture):
+                found.setdefault(plan)
+    return list(found)
+
+
+def group_plans(c: Correlation, operand: Operand, target: CudaTarget, reads: Sequence[Read]) -> list[TilePlan]:
+    """List plans of tiles on products of warpgroups, the one that fills the multiprocessors best first."""
+    if not (target.has_wgmma and min(c.inputs, c.outputs) > NARROW and can_ring(operand, target.precision)):
+        return []
+    found: dict[TilePlan, float] = {}
+    for read in reads:
+        if found or read == "flat":
+            break
+        for pixels, outputs, warps, blocks in GROUP_SIZES:
+            wanted = TilePlan(pixels, outputs, ROW_BYTES, (warps, 1), read, blocks, grouped=True)
+            plan = _group_plan(c, operand, target, wanted) if outputs < 2 * c.outputs else None
+            if plan is not None:
+                waves = -(-_tiles(c, pixels, outputs) // target.multiprocessors)
+                found[plan] = waves * (pixels * outputs + START)
+    return sorted(found, key=lambda plan: found[plan])
+
+
+def _group_plan(c: Correlation, operand: Operand, target: CudaTarget, plan: TilePlan) -> TilePlan | None:
+    """Let as many steps be on their way as there is room for; None where the plan's blocks do not fit."""
+    accumulators = plan.pixels * plan.outputs // plan.threads
+    if plan.min_blocks * plan.threads * (accumulators + GROUP_REGISTERS) > REGISTERS:
+        return None
+    for ahead in range(min(DEEPEST, c.taps - 1 if plan.halo else DEEPEST), 0, -1):
+        tile = tile_of(c, dataclasses.replace(plan, ahead=ahead), target.precision, operand)
+        enough = (
+            tile.ahead == ahead >= min(plan.min_blocks, tile.steps)
+        )  # a step more ahead is better than a block more
+        if enough and tile.shared <= shared_limit(target.architecture) // plan.min_blocks:
+            return tile.plan
+    return None
 
 
 def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -> Iterator[TilePlan]:

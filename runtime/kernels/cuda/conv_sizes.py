@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, chunks_of, element_size, vector_width
 from bnfuse.runtime.kernels.cuda.partials import Team
@@ -22,6 +23,7 @@ class TilePlan:
     read: Literal["gather", "halo", "flat"]
     min_blocks: int = 1
     ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
+    grouped: bool = False  # products of warpgroups (conv_group.py)
 
     @property
     def halo(self) -> bool:
@@ -66,6 +68,11 @@ class Tile:
         return self.correlation.taps if self.plan.halo else 1
 
     @property
+    def weight_taps(self) -> int:
+        """Count the taps of a chunk whose weights lie in one buffer of shared memory."""
+        return 1 if self.plan.grouped else self.taps
+
+    @property
     def source_rows(self) -> int:
         """Count the rows of the source in shared memory: the tile's pixels, and those of its halo."""
         return self.plan.pixels + (2 * self.correlation.halo if self.plan.halo else 0)
@@ -78,12 +85,13 @@ class Tile:
     @property
     def weight_bytes(self) -> int:
         """Count the bytes of the weights in one buffer of shared memory."""
-        return self.taps * self.plan.outputs * self.plan.row_bytes
+        return self.weight_taps * self.plan.outputs * self.plan.row_bytes
 
     @property
     def steps(self) -> int:
         """Count the steps of a block, at most; a phase may have fewer."""
-        return self.chunks * (self.correlation.taps if self.plan.read == "gather" else 1)
+        taps = self.correlation.taps if self.plan.read == "gather" else self.taps
+        return self.chunks * (taps // self.weight_taps)
 
     @property
     def ahead(self) -> int:
@@ -92,8 +100,31 @@ class Tile:
 
     @property
     def buffers(self) -> int:
-        """Count the buffers of shared memory: one is read while `ahead` are filled."""
-        return min(self.ahead + 1, self.steps)
+        """Count the buffers of shared memory: one is read while `ahead` are filled.
+
+        A warpgroup's products are still reading that of the step before when the next copies begin.
+        """
+        return min(self.ahead + 1 + self.plan.grouped, self.steps)
+
+    @property
+    def source_buffers(self) -> int:
+        """Count the buffers that hold a source: a halo's serves all steps of its chunk, where these are several."""
+        return min(2, self.chunks) if self.plan.grouped and self.plan.halo else self.buffers
+
+    @property
+    def sources_at(self) -> int:
+        """Give the byte offset of the first source: behind the weights where these are to be aligned."""
+        return self.buffers * self.weight_bytes if self.plan.grouped else 0
+
+    @property
+    def weights_at(self) -> int:
+        """Give the byte offset of the first weights."""
+        return 0 if self.plan.grouped else self.buffers * self.source_bytes
+
+    @property
+    def align(self) -> int:
+        """Give what the place of shared memory is a multiple of."""
+        return wgmma.ALIGN if self.plan.grouped else 128
 
     @property
     def passes(self) -> int:
@@ -107,13 +138,18 @@ class Tile:
 
     @property
     def own_at(self) -> int:
-        """Give the byte offset of those places in shared memory: [step][further map][pass][thread]."""
-        return self.buffers * (self.source_bytes + self.weight_bytes)
+        """Give the byte offset of those places in shared memory: [set][further map][pass][thread]."""
+        return self.source_buffers * self.source_bytes + self.buffers * self.weight_bytes
+
+    @property
+    def own_sets(self) -> int:
+        """Count the steps that have such places at a time."""
+        return 1 if self.plan.grouped and self.plan.halo else self.ahead
 
     @property
     def zeros_at(self) -> int:
         """Give the byte offset of the row of zeros in shared memory."""
-        return self.own_at + (self.ahead * self.further * self.own_bytes if self.ring else 0)
+        return self.own_at + (self.own_sets * self.further * self.own_bytes if self.ring else 0)
 
     @property
     def leading(self) -> int:

@@ -42,11 +42,6 @@ FAR = -(1 << 20)  # a coordinate outside of every map
 PASSES = 4  # pixels whose epilogue's operands a thread has on their way at a time: chosen by hand
 
 
-def emit(block: Block, tile: Tile, operand: Operand, problem: Problem) -> None:
-    """Emit the whole stage; the epilogue is that of `problem`."""
-    Emitter(block, tile, operand).run(problem)
-
-
 class Emitter:
     """The stage under construction: where this block and thread are, and the registers they hold."""
 
@@ -54,7 +49,7 @@ class Emitter:
         c, plan = tile.correlation, tile.plan
         self.block, self.tile, self.plan, self.c = block, tile, plan, c
         self.fragments = plan.pixels // plan.warps[0] // 16, plan.outputs // plan.warps[1] // 8
-        self.shared = d.shared_memory(tile.shared)
+        self.shared = d.shared_memory(tile.shared, tile.align)
         self.store = self.shared.view("uint32")
         # output tiles of the same pixels are neighbours in the grid: they share the source through the cache
         inner = tile.output_tiles * c.groups
@@ -78,7 +73,7 @@ class Emitter:
         """Emit the loop over the steps, then the epilogue of `problem`."""
         with T.serial(0, self.fragments[0] * self.fragments[1] * 4, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
-        steps: Expr = self.tile.chunks
+        steps: Expr = self.tile.steps
         if self.plan.halo:
             self.prepare_halo()
         else:
@@ -86,11 +81,14 @@ class Emitter:
         if self.plan.read == "gather":
             taps = self.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
-        certain = self.plan.read != "gather" or self.every_phase_has_taps
-        for step in range(self.tile.ahead):
-            known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
-            d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
-            d.commit()
+        self.steps(steps)
+        d.wait(0)
+        d.sync()
+        self.close(problem)
+
+    def steps(self, steps: Expr) -> None:
+        """Emit the loop over so many steps."""
+        self.fill_ahead(steps)
         with T.serial(0, steps) as step:
             side = T.bind(step % self.tile.buffers)
             d.wait(self.tile.ahead - 1)
@@ -99,9 +97,14 @@ class Emitter:
             d.when(step + self.tile.ahead < steps, lambda: self.fill(step + self.tile.ahead))
             d.commit()
             self.multiply(side)
-        d.wait(0)
-        d.sync()
-        self.close(problem)
+
+    def fill_ahead(self, steps: Expr) -> None:
+        """Start what is on its way before the first step."""
+        certain = self.plan.read != "gather" or self.every_phase_has_taps
+        for step in range(self.tile.ahead):
+            known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
+            d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
+            d.commit()
 
     # -- where pixels and taps are ---------------------------------------------------------------------------------
 
@@ -150,11 +153,11 @@ class Emitter:
 
     def source_at(self, side: Expr) -> Expr:
         """Give the byte offset of the source in buffer `side` of shared memory."""
-        return side * self.tile.source_bytes
+        return self.tile.sources_at + side * self.tile.source_bytes
 
     def weight_at(self, side: Expr) -> Expr:
         """Give the byte offset of the weights in buffer `side` of shared memory."""
-        return self.tile.buffers * self.tile.source_bytes + side * self.tile.weight_bytes
+        return self.tile.weights_at + side * self.tile.weight_bytes
 
     def chunk_at(self, row: Expr, chunk: Expr) -> Expr:
         """Give the byte offset of a 16-byte chunk of a row, counted from the first row."""
@@ -180,7 +183,7 @@ class Emitter:
 
         d.unrolled(self.fragments[0], rows)
 
-    def tap_distance(self, tap: int) -> tuple[int, int]:
+    def tap_distance(self, tap: Expr) -> tuple[Expr, Expr]:
         """Count the rows and columns from a destination pixel to the source pixel of a tap (`same` axes)."""
         v, h = self.c.vertical, self.c.horizontal
         # taps are numbered as in the window: towards the input, later ones are further up and left
@@ -263,11 +266,11 @@ class Emitter:
 
     def slot(self, step: Expr, i: Expr) -> Slot:
         """Find the places in shared memory that pass `i` of a step goes to."""
-        place = self.source_at(step % self.tile.buffers) + self.chunk_at(
+        place = self.source_at(step % self.tile.source_buffers) + self.chunk_at(
             self.source_row + i * self.stride, self.source_lane
         )
         tile = self.tile
-        base = tile.own_at + step % tile.ahead * (tile.further * tile.own_bytes)
+        base = tile.own_at + step % tile.own_sets * (tile.further * tile.own_bytes)
         return Slot(place, base + (i * self.plan.threads + self.block.tid) * d.VECTOR_BYTES, tile.own_bytes)
 
     def own_row(self, i: Expr) -> Expr:
@@ -301,7 +304,8 @@ class Emitter:
 
         def one(i: Expr) -> None:
             lane, row = i % per_row, i // per_row
-            output, own_tap = (row % self.plan.outputs, row // self.plan.outputs) if tile.taps > 1 else (row, tap)
+            whole = tile.weight_taps > 1
+            output, own_tap = (row % self.plan.outputs, row // self.plan.outputs) if whole else (row, tap)
             channel = chunk * tile.channels + lane * vector
             valid = d.all_of(
                 d.below(self.first_output + output, c.outputs, c.outputs % self.plan.outputs == 0),
@@ -315,10 +319,10 @@ class Emitter:
             d.copy_async(place, weight.ptr_to([index]), valid=valid)
 
         assert size * vector == d.VECTOR_BYTES
-        self.block.each(tile.taps * self.plan.outputs * per_row, one)
+        self.block.each(tile.weight_taps * self.plan.outputs * per_row, one)
 
-    def finish(self, step: Expr, side: Expr) -> None:
-        """Take what has been fetched through the prologue, into shared memory."""
+    def finish(self, step: Expr, side: Expr, first: Expr = 0, count: int | None = None) -> None:
+        """Take what has been fetched through the prologue, into shared memory: all passes, or some of a ring's."""
         if self.plan.read == "flat":
             self.finish_flat(step, side)
             return
@@ -358,9 +362,10 @@ class Emitter:
             self.put_row(made, row, base)
 
         def one(i: Expr) -> None:
-            d.when(self.own_row(i) if self.tile.ring else True, lambda: take(i))
+            there = d.below(i, self.passes, count is None)
+            d.when(d.all_of(there, self.own_row(i)) if self.tile.ring else True, lambda: take(i))
 
-        d.unrolled(self.passes, one)
+        d.unrolled(self.passes if count is None else count, lambda i: one(first + i))
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
         """Take a flat step through the prologue: elements of a vector differ in channel, and repeat by tap."""
