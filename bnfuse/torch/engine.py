@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS
 
 from . import chain
 from .call import Fused
@@ -346,7 +347,7 @@ class Engine:
         on_gpu = key.device.startswith("cuda")
         compiling = Compiling(
             "cuda" if on_gpu else "cpu",
-            precision_of(key.autocast, self.options.precision) if on_gpu else None,
+            precision_of(key.autocast, self.options.precision, on_gpu),
             None if on_gpu else self.options.threads or torch.get_num_threads(),
             self.options.cache,
         )
@@ -371,10 +372,11 @@ def pieces_by_default() -> int:
     return PIECES if many else 1
 
 
-def precision_of(autocast: torch.dtype | None, wanted: str | None) -> str | None:
-    """Name the precision on a GPU: autocast's, or else what `fuse` was given."""
+def precision_of(autocast: torch.dtype | None, wanted: str | None, on_gpu: bool) -> str | None:
+    """Name the precision: autocast's, or else what `fuse` was given; float32 where a CPU has not got that."""
     named = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return wanted if autocast is None else named.get(autocast, wanted)
+    chosen = wanted if autocast is None else named.get(autocast, wanted)
+    return chosen if on_gpu or chosen in CPU_PRECISIONS else None
 
 
 def autocast_types(module: nn.Module, arguments: Arguments, key: Key, captured: Captured) -> tuple[torch.dtype, ...]:

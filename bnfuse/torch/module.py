@@ -39,7 +39,7 @@ def fuse(
     level      of fusion, as in `bnfuse.rewrite`
     fallback   what is not supported: "error" raises BnfuseError with the reason; "torch" leaves that part of the module
                to torch and fuses the largest submodules around it (`report` says which)
-    precision  on a GPU: fp32, tf32, bf16 or fp16, where torch.autocast does not say
+    precision  fp32 or bf16, on a GPU also tf32 or fp16, where torch.autocast does not say
     threads    on a CPU; torch's number of threads by default
     cache      a folder for compiled kernels, True for the user's own, False for none
     pieces     of backward, each with the gradients of some parameters; by default 1, and 4 where there are several
