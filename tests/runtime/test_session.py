@@ -301,6 +301,16 @@ def test_steps_in_turns_and_in_threads_do_not_disturb_one_another():
 # -- state ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_step_waits_for_the_twin_that_it_takes_programs_from(step):
+    twin, taken = step.twin(), threading.Event()
+    thread = threading.Thread(target=lambda: (twin.add_from(step), taken.set()))
+    with step._lock:  # as a call in another thread has it
+        thread.start()
+        assert not taken.wait(0.2)
+    thread.join()
+    assert taken.is_set() and twin.batches == step.batches
+
+
 def test_arrays_of_any_form_are_read_and_never_changed(step):
     images, labels = batch()
     expected = step.forward(images, labels)
