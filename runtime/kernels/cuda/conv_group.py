@@ -59,7 +59,7 @@ class GroupEmitter(Emitter):
         self.place_rows()
         with T.serial(0, steps) as step:
             d.sync()
-            self.multiply()
+            self.begin_products()
             if several:
                 self.fill_chunk()
             d.when(step + ahead < steps, lambda: self.fill(step + ahead))
@@ -96,7 +96,7 @@ class GroupEmitter(Emitter):
         due = d.all_of(since >= 0, chunk < tile.chunks)
         d.when(due, lambda: self.finish(chunk, chunk % tile.source_buffers, since * count, count))
 
-    def multiply(self) -> None:
+    def begin_products(self) -> None:
         """Begin the products of a step."""
         tile = self.tile
         held = self.shared.address + tirx.Cast("uint32", self.tile.weights_at + self.read.weights[0])

@@ -28,8 +28,10 @@ MANY = 100_000  # pixels: from there on a weight gradient's shares are better sm
 REGISTERS = 1 << 16  # of a multiprocessor
 LARGE = 1 << 16  # elements of a pointwise weight
 # tiles on products of warpgroups: pixels, outputs, warps, blocks side by side
-GROUP_SIZES = ((128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 8, 2), (128, 128, 4, 2), (128, 128, 8, 1))
-GROUP_SIZES += ((256, 64, 8, 2), (256, 64, 8, 1), (128, 64, 8, 2), (128, 64, 4, 3))
+GROUP_SIZES = (
+    *((128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 8, 2), (128, 128, 4, 2), (128, 128, 8, 1)),
+    *((256, 64, 8, 2), (256, 64, 8, 1), (128, 64, 8, 2), (128, 64, 4, 3)),
+)
 NARROW = 32  # channels: fewer leave most of such a product idle
 DEEPEST = 4  # steps ahead, at most, and
 START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
