@@ -188,11 +188,13 @@ def _packed_fma(tokens: Sequence[str]) -> Callable[..., Value]:
 
 
 def _permute(a: Value, b: Value, selector: Value) -> Value:
-    """prmt.b32 in its default mode, with a selector of nibbles 0 to 7."""
+    """prmt.b32 in its default mode: a nibble of the selector names a byte, or, from 8 on, its sign over eight bits."""
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     out = np.uint64(0)
     for i in range(4):
-        byte = (both >> np.uint64(8 * (int(selector) >> 4 * i & 7))) & np.uint64(255)
+        nibble = int(selector) >> 4 * i & 15
+        byte = (both >> np.uint64(8 * (nibble & 7))) & np.uint64(255)
+        byte = (byte >> np.uint64(7)) * np.uint64(255) if nibble & 8 else byte
         out = out | byte << np.uint64(8 * i)
     return out.astype(np.uint32)
 

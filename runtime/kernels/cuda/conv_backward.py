@@ -24,7 +24,7 @@ from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
 from bnfuse.runtime.kernels.cuda.conv_group import emit
-from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
+from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, gradient_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
@@ -32,7 +32,10 @@ from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, width_of
-from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_plan import weight_plans
+from bnfuse.runtime.kernels.cuda.weight_sizes import Shares, Sized, SlideTile, StripTile, WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_slide import SlideEmitter
+from bnfuse.runtime.kernels.cuda.weight_strip import StripEmitter
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, packed_elements
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
@@ -161,7 +164,7 @@ class Stages:
         merge = self.reductions.merge(f"{name}_merge", self.params, **sizes, tail=self.problem.tail)
         return (block.stage, *merge)
 
-    def weight_stages(self, name: str, tile: WeightTile) -> tuple[Stage, ...]:
+    def weight_stages(self, name: str, tile: Sized) -> tuple[Stage, ...]:
         """Build the stage of dweight's shares, and the one that adds them where there are several."""
         gradient, source = Operand(self.problem, True), Operand(self.problem, False)
         held = "dweight" if tile.is_result else "weight_partials"
@@ -169,7 +172,8 @@ class Stages:
         plan = tile.plan
         launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
         with d.stage(f"{name}_weight", taken, **launch, shared=tile.shared) as block:
-            WeightEmitter(block, tile, gradient, source).run()
+            emitters: dict[type, Any] = {SlideTile: SlideEmitter, StripTile: StripEmitter, WeightTile: WeightEmitter}
+            emitters[type(tile)](block, tile, gradient, source).run()
         if tile.is_result:
             return (block.stage,)
         return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile)
@@ -261,7 +265,7 @@ def without(problem: Problem, step: str) -> Problem:
     return Problem(kept.name, problem.maps, problem.attributes, problem.weight)
 
 
-def merge_weight(name: str, params: list[Param], tile: WeightTile) -> Stage:
+def merge_weight(name: str, params: list[Param], tile: Shares) -> Stage:
     """Add the shares, rows of [tap][input] or flat ones, in their order, into OIHW."""
     c, flat = tile.correlation, tile.plan.read == "flat"
     # a thread an element fills the GPU with large weights; of small ones several threads take shares each (from how

@@ -10,23 +10,18 @@ from bnfuse.runtime.kernels.cuda.conv_sizes import TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
-from bnfuse.runtime.kernels.cuda.weight_sizes import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.cuda.wgmma import ROW_BYTES
-from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
 Read = Literal["gather", "halo", "flat"]
 
-# The lists of sizes below are the rule: what comes first is taken. For weight gradients their order, MANY and LARGE
-# were set by measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
+# The lists of sizes below are the rule: what comes first is taken. They were chosen by hand.
 MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
 FILLED = 0.7  # of the multiprocessors, with a tile each, are enough
-MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
 REGISTERS = 1 << 16  # of a multiprocessor
-LARGE = 1 << 16  # elements of a pointwise weight
 # tiles on products of warpgroups: pixels, outputs, warps, blocks side by side
 GROUP_SIZES = (
     *((128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 8, 2), (128, 128, 4, 2), (128, 128, 8, 1)),
@@ -37,7 +32,6 @@ DEEPEST = 4  # steps ahead, at most, and
 START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
 DEEP = 16  # steps of a tile without a halo from where on it is faster so: by measurement
 GROUP_REGISTERS = 60  # beside the accumulators: an estimate
-PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
 def read_of(c: Correlation, *, forward: bool) -> Read:
@@ -154,65 +148,3 @@ def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, war
     # 60, and 80 where two operands have prologues: estimates, chosen by hand
     blocks = max(1, min(4, REGISTERS // (threads * (accumulators + 60))))
     return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead)
-
-
-def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[WeightPlan]:
-    """Yield plans of the weight gradient's tile, that of the rule first; all fit the multiprocessor."""
-    seen: set[WeightPlan] = set()
-    for read in with_fallback(read_of(c, forward=True)):
-        if seen:
-            return
-        for plan in _weight_plans(c, target, read):
-            tile = weight_tile_of(c, plan, target.precision, Operand(problem, True), Operand(problem, False))
-            if not tile.ring:
-                plan = dataclasses.replace(plan, ahead=1)
-            if plan not in seen and tile.shared <= shared_limit(target.architecture):
-                seen.add(plan)
-                yield plan
-
-
-def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[WeightPlan]:
-    narrow = element_size(target.precision) == 2
-    pixels = 64 if narrow else 32
-    outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
-    sizes: list[tuple[int, ...]]
-    first_waves = 2
-    if read == "halo":
-        out = min(outputs, 64)
-        first_waves = 4 if c.rows > MANY else 2
-        sizes = [(32, 32, 2 * pixels, 1, 1, 2), (32, 32, 2 * pixels, 1, 2, 2), (out, 64, 2 * pixels, 1, 1, 4)]
-        if out == 64:
-            sizes += [(64, 32, 2 * pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2), (64, 64, pixels, 1, 2, 4)]
-    elif read == "flat":
-        first_waves = 4
-        sizes = [(64, 64, pixels // 2, 1, 2, 2), (64, 64, pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2)]
-    else:
-        inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
-        half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
-        sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
-        sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, inputs, pixels, 1, down, 2)]
-        sizes += [(outputs, half, pixels // 2, 2, down, 2)]
-        # large tiles read both maps less often: where there are many channels, or enough pixels to share out
-        if c.inputs * c.outputs >= LARGE:
-            sizes.insert(0, sizes[3])
-        elif c.rows > MANY:
-            sizes.insert(0, sizes[2])
-    for out, inner, chunk, ahead, rows, columns in sizes:
-        for waves in (first_waves, 6 - first_waves):
-            made = with_splits(c, target, WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead), waves)
-            accumulators = out * inner * (c.taps if read == "halo" else 1) // made.threads
-            blocks = max(1, min(4, REGISTERS // (made.threads * (accumulators + 80))))
-            yield dataclasses.replace(made, min_blocks=blocks)
-
-
-def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
-    """Cut the pixels into as many shares as make `waves` blocks for each multiprocessor.
-
-    There are fewer where pixels do not suffice, or shares would take more than PARTIAL_BYTES.
-    """
-    tile = WeightTile(c, plan, target.precision, False, (0, 0))
-    outputs, inputs = tile.tiles
-    blocks = outputs * inputs * tile.tap_blocks * c.groups
-    most = max(1, PARTIAL_BYTES // (tile.elements * 4))
-    splits = max(1, min(-(-waves * target.multiprocessors // blocks), tile.steps, most))
-    return dataclasses.replace(plan, splits=splits)

@@ -462,6 +462,11 @@ def shuffle_xor(value: Expr, mask: int) -> Expr:
     return T.cuda.__shfl_xor_sync(T.uint32(0xFFFFFFFF), value, mask, WARP)
 
 
+def of_warp(value: Expr) -> Expr:
+    """Read what is the same in all lanes of a warp from the first, so that the compiler knows that it is."""
+    return T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), value, 0, WARP)
+
+
 def shared_limit(arch: str) -> int:
     """Look up the bytes of shared memory that a block can have on `arch` (sm_XX)."""
     return {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_87": 163}.get(arch, 227) << 10

@@ -84,11 +84,21 @@ class Operand:
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """Where a vector goes: byte offsets in shared memory of its place in the tile, and of the thread's own place for
-    the vectors of further maps, which lie `apart` bytes from each other."""
+    the vectors of further maps, which lie `apart` bytes from each other.
+
+    Where a condition holds it goes to a place `beyond` its own, too.
+    """
 
     place: Expr
     own: Expr
     apart: int
+    twice: Expr = False
+    beyond: int = 0
+
+    @property
+    def second(self) -> Slot:
+        """Give the second place."""
+        return dataclasses.replace(self, place=self.place + self.beyond, twice=False)
 
 
 def can_ring(operand: Operand, precision: str) -> bool:
@@ -117,9 +127,16 @@ class Loader:
     ring: d.Shared | None = None
 
     @staticmethod
-    def make(operand: Operand, block: Block, precision: str, passes: int, ring: d.Shared | None = None) -> Loader:
-        """Allocate the registers of an operand."""
-        width = vector_width(precision)
+    def make(
+        operand: Operand,
+        block: Block,
+        precision: str,
+        passes: int,
+        ring: d.Shared | None = None,
+        width: int | None = None,
+    ) -> Loader:
+        """Allocate the registers of an operand, for `width` channels (None: 16 bytes of them)."""
+        width = width or vector_width(precision)
         passes = 1 if ring else passes
         lanes = Lanes.of(width, *operand.streamed.values())
         return Loader(
@@ -131,7 +148,7 @@ class Loader:
             {name: d.registers(width) for name in operand.maps},
             {name: d.registers(width) for name in operand.vectors},
             d.registers(width),
-            d.registers(4, "uint32"),
+            d.registers(width * element_size(precision) // 4, "uint32"),
             d.registers(passes, "uint32"),
             lanes,
             ring,
@@ -152,6 +169,11 @@ class Loader:
         """Count the channels of a vector."""
         return self.lanes.count
 
+    @property
+    def words(self) -> int:
+        """Count the words of a vector as the tensor cores read it."""
+        return self.width * element_size(self.precision) // 4
+
     def copy(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
         """Start copying a vector to its places; zeros where not `valid`, and from `left` on."""
         assert self.ring is not None
@@ -168,16 +190,16 @@ class Loader:
                 d.copy_async(address, source.buffer.ptr_to([at]), access * size, there)
 
     def take(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> Buffer:
-        """Take what has been copied through the prologue: four words to be put in its place.
+        """Take what has been copied through the prologue: words to be put in its place, four of 16 bytes.
 
         Pixel, channel and the rest are those of `copy`; `needs_pixels` says whether they matter.
         """
         assert self.ring is not None
-        store = self.ring.view("uint32")
+        store, words = self.ring.view("uint32"), self.words
         self._fetch(self.operand.by_image, 0, pixel, channel, valid, left)
         for n, name in enumerate(self.operand.streamed):
             start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
-            T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, 4)], [T.ramp(0, 1, 4)])
+            T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, words)], [T.ramp(0, 1, words)])
         return self.finish(0)
 
     def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
@@ -236,11 +258,11 @@ class Loader:
             load_vector(self.block[name], channel, self.width, held, aligned, left)
 
     def finish(self, index: Expr, *, flat: bool = False) -> Buffer:
-        """Make the four words that the tensor cores read of pass `index`."""
+        """Make the words that the tensor cores read of pass `index`, four of 16 bytes."""
         for name, kind in self.operand.maps.items():
             at = index * words_of(kind, self.width)
             unpack_words(self.raw[name], at, kind, self.width, self.unpacked[name])
-        relu = self.operand.ends_in_relu and self.width == 8  # done by the conversion to 16 bits
+        relu = self.operand.ends_in_relu and element_size(self.precision) == 2  # done by the conversion to 16 bits
         for j in range(self.width):
 
             def load(name: str, is_vector: bool, j: int = j) -> Expr:
@@ -251,7 +273,7 @@ class Loader:
                 inside = tirx.bitwise_and(self.masks[index], T.uint32(1 << j)) != T.uint32(0)
                 value = tirx.Select(inside, value, T.float32(0))
             d.put(self.result, j, value)
-        round_words(self.precision, self.result, self.packed, relu=relu)
+        round_words(self.precision, self.result, self.packed, self.words, relu=relu)
         return self.packed
 
 
@@ -270,12 +292,12 @@ def words_of(kind: MapType, width: int) -> int:
     return max(width * d.size_of(kind.dtype) // 4, 1)
 
 
-def round_words(precision: str, values: Buffer, into: Buffer, *, relu: bool = False) -> None:
-    """Round float32 registers to the four words that go into a row of shared memory.
+def round_words(precision: str, values: Buffer, into: Buffer, count: int = 4, *, relu: bool = False) -> None:
+    """Round float32 registers to `count` words that go into a row of shared memory.
 
     With `relu` what is below 0 is 0.
     """
-    for i in range(4):
+    for i in range(count):
         if precision in ("bf16", "fp16"):
             dtype = "bfloat16" if precision == "bf16" else "float16"
             d.pack(into, i, values[2 * i], values[2 * i + 1], dtype, relu=relu)

@@ -356,7 +356,10 @@ Place = Callable[[Expr, Expr, int], Expr]
 
 
 class Rows:
-    """Rows of one operand on their way into shared memory: passes of all threads, a 16-byte chunk each."""
+    """Rows of one operand on their way into shared memory: passes of all threads, a 16-byte chunk each.
+
+    `lane` is which of a row's vectors a thread has.
+    """
 
     def __init__(
         self,
@@ -396,14 +399,23 @@ class Rows:
     ) -> None:
         """Start bringing all rows; `pixel_of(row)` is a row's pixel, and whether it exists."""
 
+        def copy(slot: Slot, pixel: Expr, valid: Expr) -> None:
+            self.loader.copy(slot, pixel, channel, valid, left)
+            if self.loader.is_plain:  # else it is what the prologue makes of it that goes to both places
+                d.when(slot.twice, lambda: self.loader.copy(slot.second, pixel, channel, valid, left))
+
         def one(i: Expr) -> None:
             pixel, valid = pixel_of(self.row(i))
             if self.ring:
-                d.when(self.own(i), lambda: self.loader.copy(slots(i), pixel, channel, valid, left))
+                d.when(self.own(i), lambda: copy(slots(i), pixel, valid))
             else:
                 self.loader.fetch(i, pixel, channel, d.all_of(self.own(i), valid), left)
 
         d.unrolled(self.passes, one)
+
+    def load_coefficients(self, channel: Expr, aligned: bool, left: Expr | None) -> None:
+        """Load the per-channel vectors of the thread's channels, from `channel` on, `left` of which exist."""
+        self.loader.load_coefficients(channel, aligned, left)
 
     def fetch_flat(self, elements_of: Callable[[Expr, Expr], Callable[[int], tuple[Expr, Expr, Expr]]]) -> None:
         """Start bringing all rows of a flat source.
@@ -425,7 +437,8 @@ class Rows:
         """Take the rows through the prologue, into the tile; zeros where not `inside`."""
         if self.ring and self.loader.is_plain:
             return  # it lies there, and zeros where there is padding
-        self.loader.load_coefficients(channel, total % 4 == 0, left)
+        self.load_coefficients(channel, total % 4 == 0, left)
+        words = self.loader.words
 
         def take(i: Expr) -> None:
             slot = slots(i)
@@ -433,9 +446,14 @@ class Rows:
             made = self.loader.take(slot, pixel, channel, exists, left) if self.ring else self.loader.finish(i)
             if inside is not None:
                 valid = inside(self.row(i))
-                for word in range(4):
+                for word in range(words):
                     d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
-            T.buffer_store(store, made[T.ramp(0, 1, 4)], [T.ramp(slot.place // 4, 1, 4)])
+
+            def keep(slot: Slot) -> None:
+                T.buffer_store(store, made[T.ramp(0, 1, words)], [T.ramp(slot.place // 4, 1, words)])
+
+            keep(slot)
+            d.when(slot.twice, lambda: keep(slot.second))
 
         d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i)))
 

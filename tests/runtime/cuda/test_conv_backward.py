@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnfuse.runtime.kernels.cuda.conv_backward import choices, conv_backward
+from bnfuse.runtime.kernels.cuda.weight_sizes import SlidePlan, StripPlan
 from bnfuse.runtime.kernels.kernel import Choice
 
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -160,8 +161,65 @@ def test_all_choices_compute_the_same(case, precision):
     assert len({choice.plan for choice in offered}) == len(offered) > 1
     tiles = {}
     for choice in offered:  # how many blocks are to run side by side does not change what they do
-        tiles.setdefault(tuple(plan and dataclasses.replace(plan, min_blocks=1) for plan in choice.plan), choice)
+        tiles.setdefault(tuple(plan and alone(plan) for plan in choice.plan), choice)
     for choice in tiles.values():
+        check(case, precision, choice)
+
+
+def alone(plan):
+    return dataclasses.replace(plan, min_blocks=1) if hasattr(plan, "warps") else plan
+
+
+WEIGHT = "BatchNormGradNormalizeReluConvGradWeight"
+SLIDING = {
+    "ragged": CudaCase(WEIGHT, 2, 9, 7, 70, 66, (3, 3), pads=(1,) * 4, slots=8),
+    "plain": CudaCase("ConvGradWeight", 7, 14, 14, 64, 64, (3, 3), pads=(1,) * 4),  # more chunks than the ring has
+    "wide": CudaCase(WEIGHT, 2, 9, 60, 24, 40, (3, 3), pads=(1,) * 4),
+    "dilated": CudaCase(WEIGHT, 3, 9, 9, 40, 40, (3, 3), pads=(2,) * 4, dilations=(2, 2)),
+    "a-row": CudaCase(WEIGHT, 2, 12, 9, 40, 48, (1, 3), pads=(0, 1, 0, 1)),
+    "a-column": CudaCase("ConvGradWeight", 2, 12, 9, 40, 48, (3, 1), pads=(1, 0, 1, 0)),
+    "even": CudaCase(WEIGHT, 3, 9, 9, 40, 40, (2, 3), pads=(1, 1, 0, 1)),
+    "gated": CudaCase(
+        "GateGradBatchNormGradNormalizeReluGateConvGradWeight", 3, 9, 8, 40, 40, (3, 3), pads=(1,) * 4, slots=8
+    ),
+    "groups": CudaCase(WEIGHT, 2, 12, 9, 80, 96, (3, 3), pads=(1,) * 4, group=2, slots=8),
+}
+
+
+def sliding(case, precision):
+    offered = choices(dataclasses.replace(case, dtype=MAPS[precision]).problem(), gpu(precision))
+    return next(choice.plan[1] for choice in offered if isinstance(choice.plan[1], SlidePlan))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", SLIDING.values(), ids=list(SLIDING))
+def test_tiles_that_slide(case, splits):
+    plan = sliding(case, "bf16")
+    assert plan.threads == 128 * case.kernel[0]
+    check(case, "bf16", Choice("tile", (None, dataclasses.replace(plan, splits=splits))))
+
+
+def test_a_tile_that_slides_in_fp16():
+    check(SLIDING["ragged"], "fp16", Choice("tile", (None, sliding(SLIDING["ragged"], "fp16"))))
+
+
+STRIPS = {
+    "7x7": CudaCase("BatchNormGradConvGradWeight", 2, 14, 12, 3, 24, (7, 7), (2, 2), (3, 3, 3, 3)),
+    "3x3": CudaCase("ConvGradWeight", 2, 6, 20, 3, 70, (3, 3), pads=(1,) * 4),  # every second run of pixels a warp
+    "uneven": CudaCase("BatchNormGradConvGradWeight", 2, 9, 20, 2, 24, (5, 4), (1, 3), (0, 2, 1, 1)),
+    "without-pads": CudaCase("ConvGradWeight", 1, 9, 36, 5, 20, (3, 3), (2, 2)),
+    "dilated": CudaCase("ConvGradWeight", 1, 9, 10, 6, 20, (3, 2), pads=(2, 0, 2, 0), dilations=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", STRIPS.values(), ids=list(STRIPS))
+def test_tiles_of_output_rows(case, precision):
+    problem = dataclasses.replace(case, dtype=MAPS[precision]).problem()
+    offered = [choice for choice in choices(problem, gpu(precision)) if isinstance(choice.plan[1], StripPlan)]
+    assert offered == list(choices(problem, gpu(precision)))[: len(offered)]
+    assert len({choice.plan for choice in offered}) == len(offered) == 2
+    for choice in offered:
         check(case, precision, choice)
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from cuda_conv import CudaCase
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu
 
-from bnfuse.runtime.kernels.cuda.conv_backward import conv_backward
+from bnfuse.runtime.kernels.cuda.conv_backward import choices, conv_backward
 from bnfuse.runtime.kernels.cuda.conv_forward import conv_forward
+from bnfuse.runtime.kernels.cuda.weight_sizes import SlidePlan, StripPlan
 
 FORWARD = "NormalizeReluConvStatistics"
 BACKWARD = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 BATCH, MULTIPROCESSORS = 64, 132
 
+WEIGHT = "BatchNormGradNormalizeReluConvGradWeight"
 LAYERS = {  # input and output channels, size, window
     "densenet121-1x1": (256, 128, 56, 1),
     "densenet121-3x3": (128, 32, 56, 3),
 }
+OTHERS = {"vgg16-3x3": (256, 256, 56, 3), "resnet50-3x3": (64, 64, 56, 3), "stem": (3, 64, 224, 7)}
 
 
 def layer(op: str, name: str, dtype: str) -> CudaCase:
-    inputs, outputs, size, window = LAYERS[name]
+    inputs, outputs, size, window = (LAYERS | OTHERS)[name]
     return CudaCase(op, BATCH, size, size, inputs, outputs, (window,) * 2, pads=(window // 2,) * 4, dtype=dtype)
 
 
@@ -30,6 +35,19 @@ def layer(op: str, name: str, dtype: str) -> CudaCase:
 )
 def test_forward_convolutions_have_no_spills(name, arch):
     assert_no_spills(conv_forward(layer(FORWARD, name, "bfloat16").problem(), gpu("bf16", arch, MULTIPROCESSORS)))
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("vgg16-3x3", WEIGHT), ("resnet50-3x3", f"ReluGrad{WEIGHT}"), ("stem", "BatchNormGradConvGradWeight")],
+)
+def test_weight_gradients_have_no_spills(name, op):
+    case = dataclasses.replace(layer(op, name, "bfloat16"), strides=(1 + (name == "stem"),) * 2)
+    target = gpu("bf16", "sm_90", MULTIPROCESSORS)
+    offered = [choice.plan for choice in choices(case.problem(), target)]
+    plan = next(plan for plan in offered if isinstance(plan[1], SlidePlan | StripPlan))
+    kernel = conv_backward(case.problem(), target, "tile", plan)
+    assert_no_spills(kernel)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

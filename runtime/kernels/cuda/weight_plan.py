@@ -1,0 +1,151 @@
+"""How tiles of weight gradients are cut up: a rule by shape, and the choices near it that are worth measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, read_of, with_fallback
+from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.device import shared_limit
+from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
+from bnfuse.runtime.kernels.cuda.weight_sizes import (
+    Plan,
+    Shares,
+    SlidePlan,
+    SlideTile,
+    StripPlan,
+    StripTile,
+    WeightPlan,
+    WeightTile,
+    weight_tile_of,
+)
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.target import CudaTarget
+
+# The lists of sizes below are the rule: what comes first is taken. Their order, MANY and LARGE were set by measurement
+# (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
+MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
+LARGE = 1 << 16  # elements of a pointwise weight
+PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
+MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the registers
+MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
+
+
+def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[Plan]:
+    """Yield plans of the weight gradient's tile, that of the rule first; all fit the multiprocessor."""
+    operands = Operand(problem, True), Operand(problem, False)
+    sliding = list(_slide_plans(c, target, operands))
+    fits = min(c.outputs, c.inputs) > SlidePlan.outputs // 2  # else most of its products are of zeros
+    if fits:
+        yield from sliding
+    yield from _strip_plans(c, target, operands)
+    yield from _warp_plans(c, target, operands)
+    if not fits:
+        yield from sliding
+
+
+def _slide_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[SlidePlan]:
+    """Yield the plans of a tile that slides over the pixels, with products of warpgroups: small windows of stride 1."""
+    windows = c.vertical.window, c.horizontal.window
+    copies = all(can_ring(operand, target.precision) for operand in operands)
+    if not (target.has_wgmma and copies and c.is_same and c.taps > 1 and max(windows) <= MOST_SLID):
+        return
+    for ahead in (3, 2):
+        one = SlideTile(c, SlidePlan(windows[0], 1, ahead), target.precision, (0, 0), (0, 0))
+        splits = even_splits(one, target.multiprocessors)
+        plan = dataclasses.replace(one.plan, splits=splits)
+        if weight_tile_of(c, plan, target.precision, *operands).shared <= shared_limit(target.architecture):
+            yield plan
+
+
+def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[StripPlan]:
+    """Yield the plans of tiles of output rows: of an image, or what else has few channels, lies densely and as products
+    of 16 bits take it."""
+    gradient, source = operands
+    kind = source.kind
+    dense = kind.stride == kind.c and not kind.whole and kind.dtype == target.map_dtype
+    plain = not source.plan.steps and dense and c.groups == 1 and c.horizontal.step == 1
+    narrow = element_size(target.precision) == 2 and can_ring(gradient, target.precision)
+    if not (narrow and plain and read_of(c, forward=True) == "flat" and c.vertical.window <= MOST_ROWS):
+        return
+    outputs, inputs = 64 if c.outputs > 32 else 32, c.vertical.window * c.flat_row
+    if outputs // 16 * (c.flat_row // 8) * 4 > MOST_SUMS:
+        return
+    ways = max(1, 8 // c.vertical.window)
+    for ahead, blocks in ((2, 2), (1, 2)):
+        plan = StripPlan(outputs, inputs, c.horizontal.destination, c.vertical.window, ways, 1, ahead, blocks)
+        one = StripTile(c, plan, target.precision, 0)
+        most = min(one.steps, target.multiprocessors * blocks // one.blocks, PARTIAL_BYTES // (one.elements * 4 * ways))
+        plan = dataclasses.replace(plan, splits=max(1, most))
+        tile = weight_tile_of(c, plan, target.precision, *operands)
+        if tile.access >= 4 and tile.shared * blocks <= shared_limit(target.architecture):
+            yield plan
+
+
+def even_splits(tile: Shares, multiprocessors: int) -> int:
+    """Cut the pixels into as many shares as let the last block end first, where a multiprocessor has one at a time."""
+    most = max(1, min(tile.steps, PARTIAL_BYTES // (tile.elements * 4), multiprocessors))
+    return min(range(1, most + 1), key=lambda n: -(-tile.blocks * n // multiprocessors) * -(-tile.steps // n))
+
+
+def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[WeightPlan]:
+    """Yield the plans of tiles with products of warps."""
+    seen: set[WeightPlan] = set()
+    for read in with_fallback(read_of(c, forward=True)):
+        if seen:
+            return
+        for plan in _weight_plans(c, target, read):
+            tile = weight_tile_of(c, plan, target.precision, *operands)
+            if isinstance(tile, WeightTile) and not tile.ring:
+                plan = dataclasses.replace(plan, ahead=1)
+            if plan not in seen and tile.shared <= shared_limit(target.architecture):
+                seen.add(plan)
+                yield plan
+
+
+def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[WeightPlan]:
+    narrow = element_size(target.precision) == 2
+    pixels = 64 if narrow else 32
+    outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
+    sizes: list[tuple[int, ...]]
+    first_waves = 2
+    if read == "halo":
+        out = min(outputs, 64)
+        first_waves = 4 if c.rows > MANY else 2
+        sizes = [(32, 32, 2 * pixels, 1, 1, 2), (32, 32, 2 * pixels, 1, 2, 2), (out, 64, 2 * pixels, 1, 1, 4)]
+        if out == 64:
+            sizes += [(64, 32, 2 * pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2), (64, 64, pixels, 1, 2, 4)]
+    elif read == "flat":
+        first_waves = 4
+        sizes = [(64, 64, pixels // 2, 1, 2, 2), (64, 64, pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2)]
+    else:
+        inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
+        half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
+        sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
+        sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, inputs, pixels, 1, down, 2)]
+        sizes += [(outputs, half, pixels // 2, 2, down, 2)]
+        # large tiles read both maps less often: where there are many channels, or enough pixels to share out
+        if c.inputs * c.outputs >= LARGE:
+            sizes.insert(0, sizes[3])
+        elif c.rows > MANY:
+            sizes.insert(0, sizes[2])
+    for out, inner, chunk, ahead, rows, columns in sizes:
+        for waves in (first_waves, 6 - first_waves):
+            made = with_splits(c, target, WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead), waves)
+            accumulators = out * inner * (c.taps if read == "halo" else 1) // made.threads
+            blocks = max(1, min(4, REGISTERS // (made.threads * (accumulators + 80))))
+            yield dataclasses.replace(made, min_blocks=blocks)
+
+
+def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
+    """Cut the pixels into as many shares as make `waves` blocks for each multiprocessor.
+
+    There are fewer where pixels do not suffice, or shares would take more than PARTIAL_BYTES.
+    """
+    tile = WeightTile(c, plan, target.precision, False, (0, 0))
+    outputs, inputs = tile.tiles
+    blocks = outputs * inputs * tile.tap_blocks * c.groups
+    most = max(1, PARTIAL_BYTES // (tile.elements * 4))
+    splits = max(1, min(-(-waves * target.multiprocessors // blocks), tile.steps, most))
+    return dataclasses.replace(plan, splits=splits)
