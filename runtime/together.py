@@ -155,7 +155,8 @@ def likeness(program: p.Program, optimizer: Optimizer | None) -> str:
         for launch in program.launches
         if launch.exchanges
     ]
-    told = repr((places, exchanges, optim.to_data(optimizer), program.ranks))
+    boxes = [(storage.offset, storage.bytes) for storage in program.storages if storage.region == p.MAPPED]
+    told = repr((places, exchanges, boxes, optim.to_data(optimizer), program.ranks))
     return hashlib.sha256(told.encode()).hexdigest()
 
 

@@ -61,7 +61,9 @@ def initialize(mpi: Any, found: Launched, limit: float) -> None:
     """Initialise MPI, which waits for all ranks and knows no limit. A rank that has waited for so long ends the run."""
     given = ctypes.c_int()
     with ended_after(limit, unmet(limit), found.rank):
-        library_of(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_SERIALIZED), ctypes.byref(given))
+        error = library_of(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_SERIALIZED), ctypes.byref(given))
+    if error:
+        raise BnfuseError(f"MPI does not start (error {error}): start the ranks with its own mpirun")
     for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does where it initialises
         communicator.Set_errhandler(mpi.ERRORS_RETURN)
 
@@ -82,7 +84,7 @@ def ended_after(limit: float, what: str, rank: int) -> Iterator[None]:
             os.write(2, f"bnfuse: rank {rank} {what}: {stopped}\n".encode())
         os._exit(WORST)
 
-    timer = threading.Timer(limit + min(TURN * rank, LAST_TURN), end)
+    timer = threading.Timer(min(limit + min(TURN * rank, LAST_TURN), threading.TIMEOUT_MAX), end)
     timer.daemon = True
     timer.start()
     try:

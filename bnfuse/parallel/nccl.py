@@ -192,7 +192,7 @@ def within(limit: float, call: Callable[[], Any], what: str) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(min(limit, threading.TIMEOUT_MAX))
     if failed:
         raise failed[0]
     if thread.is_alive():

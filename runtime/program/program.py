@@ -43,8 +43,8 @@ CONSTANTS = "constants"
 OPTIMIZER = "optimizer"
 WIRE = "wire"  # gradients in half of their bits, on their way between ranks
 MAPPED = "mapped"  # where the GPUs of other ranks write what kernels exchange; `mapped_of` has that of each rank, as it
-# is seen from here. In the first HEADER words, uint64, are this rank's number, and whether it has given up
-HEADER = 8
+# is seen from here. In the first HEADER words, uint64, are this rank's number, and at STOP whether it has given up
+HEADER, STOP = 8, 1
 ACCUMULATED = "accumulated"  # gradients of several steps, as `gradients` has them
 AVERAGE = "average"  # of the parameters over the updates, element for element as `parameters` has them
 AVERAGE_RUNNING = "average_running"  # and of the running statistics

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda.calls import Task
-from bnfuse.runtime.backends.cuda.dependencies import dependencies
+from bnfuse.runtime.backends.cuda.dependencies import Access, dependencies
 from bnfuse.runtime.backends.cuda.driver import Call, Driver, Handle, Stream
 from bnfuse.runtime.program import program as p
 
@@ -35,7 +35,7 @@ def add_tasks(
     Exchanges are captured on `stream`, which is being captured into the graph.
     """
     parts = [(task, index) for task in tasks for index in range(len(task.accesses))]
-    edges = dependencies(task.accesses[index] for task, index in parts)
+    edges = dependencies(in_turns(task.accesses[index]) for task, index in parts)
     nodes: list[Nodes] = []
     late: list[tuple[Handle, Call]] = []
     kernels: set[int] = set()
@@ -60,6 +60,12 @@ def add_tasks(
     inner = {earlier for before in edges for earlier in before}
     last = (found for index, found in enumerate(nodes) if index not in inner)
     return Added(distinct(itertools.chain.from_iterable(last)), late)
+
+
+def in_turns(accesses: Sequence[Access]) -> list[Access]:
+    """Let kernels that wait for other ranks go one behind the other, by the header that all of them read: two could
+    fill the GPU of one rank with the first and that of another with the second, and wait for ever."""
+    return [dataclasses.replace(each, writes=True) if each.region == p.MAPPED else each for each in accesses]
 
 
 def distinct(nodes: Iterable[Handle]) -> list[Handle]:

@@ -21,6 +21,7 @@ from bnfuse.runtime.backends.turns import shortest_times
 from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.container import BUFFER, Code
 from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.program import program as p
 
 LAUNCHES = 10  # of a candidate in its graph
 BLOCK = 1 << 16  # random numbers that a buffer repeats
@@ -76,6 +77,8 @@ def fill_buffers(driver: Driver, params: Sequence[Param], stream: Stream, held: 
     """Addresses by name: random floats where something is read, zeros elsewhere."""
     some = np.random.default_rng(0).standard_normal(BLOCK, np.float32)
     blocks = {dtype: some.astype(dtype) for dtype in FLOATS}  # kept until the copies are done
+    alone = np.zeros(p.HEADER, np.uint64)
+    alone[p.STOP] = 1
     addresses = {}
     for param in params:
         size = param.elements * np.dtype(param.dtype).itemsize
@@ -83,10 +86,18 @@ def fill_buffers(driver: Driver, params: Sequence[Param], stream: Stream, held: 
         let_go(held, driver.free, address)
         if param.dtype in FLOATS and param.access != "out":
             repeat(driver, blocks[param.dtype], address, size, stream)
+        elif is_header(param):
+            driver.copy_in(address, alone.ctypes.data, size, stream)
         elif size:
             driver.zero(address, size, stream)
     driver.synchronize(stream)
     return addresses
+
+
+def is_header(param: Param) -> bool:
+    """Tell whether a parameter is the header of an exchange between ranks. Here is one alone: it has given up, and so
+    waits for nobody."""
+    return param.dtype == "uint64" and param.access == "in"
 
 
 def repeat(driver: Driver, block: np.ndarray, address: int, size: int, stream: Stream) -> None:

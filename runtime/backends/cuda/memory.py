@@ -51,18 +51,22 @@ def mapped(program: Program, queue: Queue, world: GpuWorld) -> dict[str, Region 
     header = np.array([world.rank, 0], np.uint64)
     queue.driver.copy_in(own.address, header.ctypes.data, header.nbytes, queue.stream)
     queue.driver.synchronize(queue.stream)
-    seen = world.share(own.address, own.address + header.itemsize, own)
+    seen = world.share(own.address, own.address + p.STOP * header.itemsize, own)
     return dict(zip(names, [own, *(Mapped(size, address) for address in seen)], strict=True))
 
 
 class DeviceMemory(Store):
     """Regions in `shared` belong to another memory, and are taken where they are large enough. The constructor wants
-    the driver to be active; reading and writing see to it themselves, and wait for what is under way."""
+    the driver to be active; reading and writing see to it themselves, and wait for what is under way. What ranks share
+    (`mapped`) is not there from the start on."""
 
     def __init__(self, program: Program, queue: Queue, shared: Mapping[str, Region | Mapped] | None = None) -> None:
         self.program, self.queue, self.driver = program, queue, queue.driver
         self.regions: dict[str, Region | Mapped] = {}
+        others = p.mapped_regions(program)
         for name, size in program.regions.items():
+            if name in others:
+                continue
             other = (shared or {}).get(name)
             fits = other is not None and other.bytes >= size
             what = f"the step's {name.replace('_', ' ')}"

@@ -162,14 +162,25 @@ class Device:
         self.results: Results = beside.results if beside else Results(self.queue)
         with self.driver.active():
             shared = shared_regions(beside.memory.regions, beside.program, program) if beside else {}
-            shared |= mapped(program, self.queue, world) if world is not None else {}
             self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
-            self.calls = Calls(program, codes, self.modules, self.memory, world)
+            self._codes, self._world = codes, world
+            self._calls: Calls | None = None
             self._exchanges = any(launch.exchanges for launch in program.launches)
         self.is_fed_from_device = False
         self._graphs: dict[tuple[p.Part, ...], Graph] = {}
         self._staging: dict[str, Staging] = {}
         self._inputs: dict[str, dlpack.View] = {}  # of the caller, on the device
+
+    @property
+    def calls(self) -> Calls:
+        """The program's tasks, made when it is first given something: all ranks come here together, as they need to
+        where they share memory. One that reads this memory, or evaluates beside it, may be alone."""
+        if self._calls is None:
+            with self.driver.active():
+                if self._world is not None:
+                    self.memory.regions |= mapped(self.program, self.queue, self._world)
+                self._calls = Calls(self.program, self._codes, self.modules, self.memory, self._world)
+        return self._calls
 
     # -- inputs ------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,10 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.coefficients import Loop
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, bits, from_bits, put, registers
+from bnfuse.runtime.program.program import STOP
 
 LOAD, STORE = "ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64"
-RANK, STOP = 0, 1  # words of the header
+RANK = 0  # word of the header
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import time
+import types
 from typing import Any
 
 import launched_ranks
@@ -14,7 +15,7 @@ from launched_ranks import arrays_of, by_mpirun, by_variables
 from thread_ranks import together
 
 from bnfuse.core.errors import BnfuseError, LostRankError
-from bnfuse.parallel import Launched, open_world, waiting
+from bnfuse.parallel import Launched, mpi, open_world, waiting
 from bnfuse.parallel.mpi import check_same
 from bnfuse.parallel.packing import packed, sum_in_order, unpack
 from bnfuse.parallel.waiting import patience, wait_until
@@ -173,6 +174,13 @@ def test_the_mpirun_of_another_mpi_is_refused() -> None:
     ):
         check_same(MPIRUN, 0, 1, "MPICH 9\nof some day\0")
     check_same(MPIRUN, 0, 2, "")
+
+
+def test_mpi_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.SimpleNamespace(MPI_Init_thread=lambda *arguments: 16)
+    monkeypatch.setattr(mpi, "library_of", lambda mpi: library)
+    with pytest.raises(BnfuseError, match=r"MPI does not start \(error 16\): start the ranks with its own mpirun"):
+        mpi.initialize(types.SimpleNamespace(THREAD_SERIALIZED=2), Launched(0, 2, 0, 2, "mpirun"), 1e30)
 
 
 def test_packed_arrays_come_back() -> None:

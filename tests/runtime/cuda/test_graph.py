@@ -58,6 +58,22 @@ def test_none_comes_to_the_gpu_before_a_kernel_that_waits_for_other_ranks_is_don
         graph.launch(0)
 
 
+def test_kernels_that_wait_for_other_ranks_are_on_the_gpu_one_at_a_time(monkeypatch):
+    """Of two branches one rank could have the first one's on all of its GPU, and another rank the second one's."""
+    fake = install(monkeypatch, FakeCuda())
+    fake.kernels["k"] = FakeKernel((), lambda: None)
+    driver = open_driver()
+    header = Access(p.MAPPED, 0, 64, reads=True, writes=False)
+    boxes = [Access(p.MAPPED, start, start + 8, reads=True, writes=True) for start in (64, 128)]
+    with driver.active():
+        function = driver.function(driver.load(b"code", "sm_90", "k"), "k", 0)
+        call = Call(function, (1, 1, 1), 32, 0, Arguments(()), True)
+        graph = Graph(driver, [Task("forward", ((header, box),), (call,)) for box in boxes])
+        (nodes,) = fake.graphs.values()
+        assert [node.after for node in nodes] == [[], [0]]
+        graph.launch(0)
+
+
 def test_stages_wait_before_anything_else_where_the_architecture_can():
     kind = MapType(2, 3, 3, 16, 16, "bfloat16")
     for arch in ("sm_80", "sm_90", "sm_100"):

@@ -10,8 +10,7 @@ import pytest
 
 from bnfuse.runtime.kernels.common.coefficients import box_words
 from bnfuse.runtime.kernels.cuda.coefficients import coefficients
-from bnfuse.runtime.kernels.cuda.mapped import STOP
-from bnfuse.runtime.program.program import HEADER
+from bnfuse.runtime.program.program import HEADER, STOP
 from bnfuse.runtime.targets.target import CudaTarget
 
 CHANNELS, RANKS = 5, 3

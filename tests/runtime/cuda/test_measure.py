@@ -22,10 +22,12 @@ from bnfuse.runtime.backends.turns import HOPELESS, ROUNDS, shortest_times
 from bnfuse.runtime.codegen import tuning
 from bnfuse.runtime.codegen.cache import Cache
 from bnfuse.runtime.kernels.cuda import conv_backward
+from bnfuse.runtime.kernels.cuda.coefficients import coefficients
 from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.kernels.registry import CONV_BACKWARD
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.program.program import HEADER, STOP
 
 TARGET = resolve("cuda:sm_90", precision="bf16")
 
@@ -107,6 +109,15 @@ def test_operands_are_random_and_everything_else_is_zero():
         assert np.isfinite(values).all() and np.unique(values).size > 2
     assert 0.98 < x.std() < 1.02 and (x[: len(x) - measure.BLOCK] == x[measure.BLOCK :]).all()
     assert not found["indices"].any() and not found["y"].any()
+
+
+def test_a_kernel_that_exchanges_waits_for_nobody_where_it_is_measured():
+    params = coefficients((("all_moments", (5, 2, 2, True)),), TARGET).params
+    fake, code, stops = Clock(), code_of("exchange", params, 1), []
+    place = next(index for index, param in enumerate(params) if param.name == "header")
+    serve(fake, code, (0.001,), lambda *values: stops.append(floats(values[place], HEADER, "uint64")[STOP]))
+    measure.times_of([params], [code], Driver(fake))
+    assert set(stops) == {1}
 
 
 def test_candidates_share_buffers_that_fit_all_and_nothing_is_left():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import threading
 
 import numpy as np
 import onnx
@@ -20,6 +21,7 @@ from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.together import likeness
 
 ranks = load(pathlib.Path(__file__).parent / "test_ranks_step.py")
 ROWS, SIDE, CHANNELS, CLASSES = 2, 2, 4, 3
@@ -80,6 +82,34 @@ def test_two_ranks_are_one_at_the_global_batch(monkeypatch, mapped):
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for name, value in one.state_dict().items():
             np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_rank_may_evaluate_alone_before_the_first_step(monkeypatch):
+    """Memory that ranks share is looked for by all of them, where they train."""
+    made = lower_graph(graph(sync=True), ranks.TARGET, ranks.OPTIMIZER, ranks=Ranks(2, mapped=True))
+    gpus = ranks.Gpus(monkeypatch, made, maps=True)
+    images, labels = np.ones((ROWS, 3, SIDE, SIDE), np.float32), np.zeros(ROWS, np.int64)
+    is_evaluated = threading.Event()
+
+    def work(world):
+        step, _ = gpus.step(world)
+        step.load_state_dict(graph().state())
+        if world.rank == 0:
+            step.evaluate(images)
+            is_evaluated.set()
+        assert is_evaluated.wait(30)
+        return float(step(images, labels))
+
+    ours, others = together(2, work)
+    assert ours == others
+
+
+def test_ranks_that_exchange_by_kernels_are_seen_to_exchange_the_same():
+    programs = [
+        lower_graph(graph(**sync), ranks.TARGET, None, evaluates=False, ranks=Ranks(2, mapped=True))[0].program
+        for sync in ({"sync": True}, {})
+    ]
+    assert likeness(programs[0], None) != likeness(programs[1], None)
 
 
 def test_ranks_that_do_not_count_know_it(monkeypatch):
