@@ -79,7 +79,7 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         most = min(one.steps, target.multiprocessors * blocks // one.blocks, PARTIAL_BYTES // (one.elements * 4 * ways))
         plan = dataclasses.replace(plan, splits=max(1, most))
         tile = weight_tile_of(c, plan, target.precision, *operands)
-        if tile.access >= 4 and tile.shared * blocks <= shared_limit(target.architecture):
+        if one.access >= 4 and tile.shared * blocks <= shared_limit(target.architecture):
             yield plan
 
 
