@@ -22,10 +22,11 @@ LAZY = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 LEAST = 2 << 20  # bytes of an allocation that is shared: smaller ones may lie in one with others
 
 
-def everyones(bootstrap: World, address: int) -> list[int] | None:
-    """Give the addresses of all ranks' blocks, in their order; of this rank its own. The context is to be current."""
+def everyones(bootstrap: World, address: int | None) -> list[int] | None:
+    """Give the addresses of all ranks' blocks, in their order; of this rank its own. The context is to be current. An
+    `address` of None says that this rank has no block."""
     cu = nvidia.bindings()
-    said = bootstrap.gather(handle_of(cu, address))
+    said = bootstrap.gather(NO if address is None else handle_of(cu, address))
     found = [address if rank == bootstrap.rank else opened(cu, text) for rank, text in enumerate(said)]
     reached = bootstrap.gather(NO if None in found else b"")
     return None if NO in reached else [each for each in found if each is not None]

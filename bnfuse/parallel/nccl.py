@@ -43,6 +43,9 @@ class Piece:
     dtype: str = "float32"
 
 
+UNREACHED = "the step was compiled for GPUs that reach each other's memory, and these do not: compile it again here"
+
+
 @runtime_checkable
 class GpuWorld(World, Protocol):
     """A world that reaches from GPU to GPU."""
@@ -175,8 +178,8 @@ def agree(said: Sequence[bytes]) -> None:
 def reach(bootstrap: World) -> bool:
     """Tell whether the GPUs of all ranks reach each other's memory, by trying it."""
     cu = nvidia.bindings()
-    address = int(checked("cuMemAlloc", cu.cuMemAlloc(mapping.LEAST)))  # others may have it open until they end
-    return mapping.everyones(bootstrap, address) is not None
+    error, *found = cu.cuMemAlloc(mapping.LEAST)  # others may have it open until they end
+    return mapping.everyones(bootstrap, None if int(error) else int(found[0])) is not None
 
 
 def within(limit: float, call: Callable[[], Any], what: str) -> Any:
@@ -273,9 +276,7 @@ class NcclWorld:
         """Give the addresses of the same block of all ranks, in their order."""
         found = mapping.everyones(self._bootstrap, address) if self.maps else None
         if found is None:
-            raise BnfuseError(
-                "the step was compiled for GPUs that reach each other's memory, and these do not: compile it again here"
-            )
+            raise BnfuseError(UNREACHED)
         if self._stream is None:
             cu = nvidia.bindings()
             self._stream = checked("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))

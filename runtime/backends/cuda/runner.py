@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.parallel.nccl import GpuWorld, gpu_world
+from bnfuse.parallel.nccl import UNREACHED, GpuWorld, gpu_world
 from bnfuse.parallel.world import World
 from bnfuse.runtime.backends.cuda import dlpack
 from bnfuse.runtime.backends.cuda.array import DeviceArray
@@ -51,6 +51,8 @@ class CudaRunner:
     ) -> None:
         self.program, self.target, self.beside = compiled.program, target, beside
         self._world = gpu_world(world)
+        if p.MAPPED in compiled.program.regions and self._world is not None and not self._world.maps:
+            raise BnfuseError(UNREACHED)
         self._codes = unpacked(compiled.program, compiled.codes)
         without = (p.ARENA, p.CONSTANTS, *p.mapped_regions(compiled.program))
         self._host = Memory(compiled.program, without=without) if beside is None else None

@@ -218,10 +218,10 @@ def test_each_rank_sees_the_memory_of_all_and_its_kernels_hear_that_it_has_given
     assert [floats(block, 2, "uint64").tolist() for block in blocks] == [[0, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("call", ["cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
 def test_gpus_of_which_one_does_not_reach_another_exchange_by_nccl_alone(monkeypatch, call):
     machine = Machine(monkeypatch)
-    machine.fakes[1].fail[call] = CUresult.CUDA_ERROR_NOT_SUPPORTED
+    machine.fakes[1].fail[call] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     worlds = machine.open()
     assert [world.maps for world in worlds] == [False, False]
     with pytest.raises(BnfuseError, match="these do not: compile it again here"):

@@ -11,9 +11,10 @@ import onnx
 import onnx.helper as h
 import pytest
 from source_files import load
-from thread_ranks import together
+from thread_ranks import Meeting, ThreadWorld, together
 
 from bnfuse.build import build_training_graph
+from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.ranks import Ranks
@@ -102,6 +103,14 @@ def test_a_rank_may_evaluate_alone_before_the_first_step(monkeypatch):
 
     ours, others = together(2, work)
     assert ours == others
+
+
+def test_a_step_that_exchanges_by_kernels_is_refused_where_gpus_do_not_reach_each_other(monkeypatch):
+    """When it is made: what it is to train on has not been read then."""
+    made = lower_graph(graph(sync=True), ranks.TARGET, ranks.OPTIMIZER, evaluates=False, ranks=Ranks(2, mapped=True))
+    gpus = ranks.Gpus(monkeypatch, made, maps=False)
+    with pytest.raises(BnfuseError, match="these do not: compile it again here"):
+        gpus.step(ThreadWorld(Meeting(2), 0))
 
 
 def test_ranks_that_exchange_by_kernels_are_seen_to_exchange_the_same():
