@@ -84,11 +84,12 @@ def machine() -> str:
 
 
 def stopped_beside() -> list[str]:
-    """Name the processes that are stopped of those that this one's launcher has started on this machine."""
+    """Name the processes that are stopped of those that this one's launcher has started on this machine. A shell that
+    ranks were started from by hand has other jobs, too: they run another program."""
     found = []
     for pid in sorted(int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         state, began = status_of(pid)
-        if state in STOPPED and parent_of(pid) == os.getppid():
+        if state in STOPPED and parent_of(pid) == os.getppid() and program_of(pid) == program_of(os.getpid()):
             found.append(f"process {pid} {fate_of(pid, began)}")
     return found
 
@@ -99,6 +100,14 @@ def parent_of(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError):
         return 0
+
+
+def program_of(pid: int) -> Path | None:
+    """Give the file of the program that a process runs; None where it cannot be seen."""
+    try:
+        return Path(f"/proc/{pid}/exe").readlink()
+    except OSError:
+        return None
 
 
 def fate_of(pid: int, started: str) -> str | None:

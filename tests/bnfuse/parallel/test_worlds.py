@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
+import signal
+import subprocess
+import sys
 import time
 import types
 from typing import Any
@@ -15,7 +19,7 @@ from launched_ranks import arrays_of, by_mpirun, by_variables
 from thread_ranks import together
 
 from bnfuse.core.errors import BnfuseError, LostRankError
-from bnfuse.parallel import Launched, mpi, open_world, waiting
+from bnfuse.parallel import Launched, mpi, open_world, peers, waiting
 from bnfuse.parallel.mpi import check_same
 from bnfuse.parallel.packing import packed, sum_in_order, unpack
 from bnfuse.parallel.waiting import patience, wait_until
@@ -108,6 +112,27 @@ def test_a_rank_that_is_stopped_before_it_begins_is_not_waited_for_longer_than_t
     told = rf"bnfuse: rank 0 has waited {LIMIT:g} s for the others to begin: process [0-9]+ is stopped"
     assert re.fullmatch(told, lines[0])
     assert seconds < LIMIT + 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wants /proc")
+def test_what_is_stopped_beside_a_rank_is_a_rank_only_if_it_runs_the_same_program(monkeypatch):
+    """A shell from which ranks were started may have an editor that is stopped."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    programs = [[os.path.realpath(sys.executable), "-c", "import time; time.sleep(60)"], ["sleep", "60"]]
+    children = [subprocess.Popen(program) for program in programs]
+    try:
+        for child in children:
+            while peers.program_of(child.pid) == peers.program_of(os.getpid()) and child is children[1]:
+                time.sleep(0.01)  # it has not begun yet
+            child.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 20
+        while any(peers.status_of(child.pid)[0] != "T" for child in children) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert peers.stopped_beside() == [f"process {children[0].pid} is stopped"]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 class Waiting:
