@@ -10,10 +10,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tvm
+import tvm_ffi
+from tvm.support import nvcc as compiler_of_tvm
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cuda import container
@@ -93,6 +96,33 @@ def symbol_of(stage: Stage) -> str:
     return f"{stage.name}_kernel"
 
 
+@tvm_ffi.register_global_func("tvm_callback_cuda_compile", override=True)
+def compile_for_tvm(code: str) -> bytes:
+    """Compile for TVM, as it does without us; within `text_alone` give the text itself.
+
+    Where a GPU is, TVM compiles what it writes, for the plain architecture: thrown away here, at the price of compiling
+    each kernel twice, and an error for instructions that only sm_90a has.
+    """
+    return (
+        str(code).encode()
+        if getattr(_writing, "text_alone", False)
+        else compiler_of_tvm.tvm_callback_cuda_compile(code)
+    )
+
+
+@contextlib.contextmanager
+def text_alone() -> Iterator[None]:
+    """Let TVM write CUDA in this thread without compiling it."""
+    _writing.text_alone = True
+    try:
+        yield
+    finally:
+        _writing.text_alone = False
+
+
+_writing = threading.local()
+
+
 def cuda_source(stages: Sequence[Stage], arch: str) -> str:
     """Let TVM write the CUDA of some stages for `arch` (sm_XX), as one source."""
     # the host part is made too, and thrown away: launches are data here
@@ -107,7 +137,7 @@ def cuda_source(stages: Sequence[Stage], arch: str) -> str:
         host={"kind": "llvm"},
     )
     module = tvm.IRModule({stage.name: stage.function for stage in stages})
-    with target:
+    with target, text_alone():
         executable = tvm.compile(module, target=target, tir_pipeline="tirx")
     source = str(executable.mod.imports[0].inspect_source())
     for stage in stages:
