@@ -21,7 +21,6 @@ from torch import nn
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.passes.pipeline import passes_of
-from bnfuse.runtime.targets.arch import PRECISIONS
 
 from .engine import Engine, Options, Programs
 from .shell import FusedModule, shell
@@ -211,11 +210,7 @@ def options_of(mode: str | None, options: Mapping[str, Any]) -> Options:
         )
     found: dict[str, Any] = {"level": "icf", "fallback": "torch", "precision": None, "threads": None, "cache": True}
     found.update(options)
-    if found["fallback"] not in ("error", "torch"):
-        raise BnfuseError(f"fallback '{found['fallback']}' is unknown: it is error or torch")
     passes_of(found["level"], pool_first=False)  # raises for a level that there is not
-    if found["precision"] not in (None, *PRECISIONS):
-        raise BnfuseError(f"there is no precision '{found['precision']}': there is {', '.join(PRECISIONS)}")
     return Options(**found, ignored=OF_GRAPHS)
 
 

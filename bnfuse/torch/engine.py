@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.targets.arch import CPU_PRECISIONS
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS, PRECISIONS
 
 from . import chain
 from .call import Fused
@@ -44,6 +44,13 @@ class Options:
     cache: bool | str | Path
     ignored: frozenset[str]
     pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse words that there are not: a precision that is unknown here would be float32 on a CPU."""
+        if self.fallback not in ("error", "torch"):
+            raise BnfuseError(f"fallback '{self.fallback}' is unknown: it is error or torch")
+        if self.precision not in (None, *PRECISIONS):
+            raise BnfuseError(f"there is no precision '{self.precision}': there is {', '.join(PRECISIONS)}")
 
 
 @dataclasses.dataclass(frozen=True)

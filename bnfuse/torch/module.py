@@ -39,7 +39,7 @@ def fuse(
     level      of fusion, as in `bnfuse.rewrite`
     fallback   what is not supported: "error" raises BnfuseError with the reason; "torch" leaves that part of the module
                to torch and fuses the largest submodules around it (`report` says which)
-    precision  fp32 or bf16, on a GPU also tf32 or fp16, where torch.autocast does not say
+    precision  fp32 or bf16, on a GPU also tf32 or fp16 (fp32 on a CPU), where torch.autocast does not say
     threads    on a CPU; torch's number of threads by default
     cache      a folder for compiled kernels, True for the user's own, False for none
     pieces     of backward, each with the gradients of some parameters; by default 1, and 4 where there are several
@@ -48,8 +48,6 @@ def fuse(
 
     docs/torch.md
     """
-    if fallback not in ("error", "torch"):
-        raise BnfuseError(f"fallback '{fallback}' is unknown: it is error or torch")
     if not isinstance(module, nn.Module):
         raise BnfuseError(f"fuse takes an nn.Module, not a {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):

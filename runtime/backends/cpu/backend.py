@@ -11,7 +11,7 @@ from bnfuse.core.processors import bounded_threads, check_threads, physical_core
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.arch import CPU_PRECISIONS
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS, PRECISIONS
 from bnfuse.runtime.targets.target import CpuTarget
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class CpuBackend:
 
     def resolve(self, model: str = "", threads: int | None = None, precision: str | None = None) -> CpuTarget:
         """Threads default to the physical cores; for this machine they are no more than its processors."""
+        if precision not in (None, *PRECISIONS):
+            raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(PRECISIONS)}")
         if precision not in (None, *CPU_PRECISIONS):
             raise BnfuseError(
                 f"precision {precision} is for a GPU, a CPU has {' and '.join(CPU_PRECISIONS)}: leave it out, or "

@@ -243,6 +243,7 @@ def test_what_is_no_module_to_fuse(first):
         (nn.DataParallel(nn.Conv2d(3, 4, 1)), {}, "fuse the module that it holds"),
         (torch.relu, {}, "takes an nn.Module"),
         (nn.Conv2d(3, 4, 1), {"fallback": "eager"}, "fallback 'eager' is unknown"),
+        (nn.Conv2d(3, 4, 1), {"precision": "fp8"}, "there is no precision 'fp8': there is fp32, tf32, bf16, fp16"),
         (nn.Conv2d(3, 4, 1).bfloat16(), {}, "'weight' is bfloat16"),
         (nn.Identity(), {}, "returns an input"),
     ):

@@ -129,6 +129,7 @@ def test_arguments_know_when_they_changed():
         ("cuda:sm_90", {"threads": 4}, "4 threads are of a CPU"),
         ("cuda:sm_90", {"precision": "int8"}, "precision 'int8' is unknown: it is one of fp32, tf32, bf16, fp16"),
         ("cpu", {"precision": "fp16"}, "precision fp16 is for a GPU"),
+        ("cpu", {"precision": "int8"}, "precision 'int8' is unknown: it is one of fp32, tf32, bf16, fp16"),
     ],
 )
 def test_targets_that_cannot_be_are_one_line(spec, options, message):
