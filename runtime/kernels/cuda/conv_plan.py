@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -60,24 +61,24 @@ def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward:
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
     steps = [tile_of(c, plan, target.precision, operand).steps for plan in by_groups[:1]]
     first = bool(by_groups) and (by_groups[0].halo or (forward and steps[0] >= DEEP))
-    yield from [*by_groups, *by_warps] if first else [*by_warps, *by_groups]
+    yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
 
 
 def warp_plans(
     c: Correlation, operand: Operand, target: CudaTarget, reads: Sequence[Read], *, forward: bool
-) -> list[TilePlan]:
-    """List plans of tiles on products of warps."""
-    found: dict[TilePlan, None] = {}
+) -> Iterator[TilePlan]:
+    """Yield plans of tiles on products of warps."""
+    seen: set[TilePlan] = set()
     for read in reads:
-        if found:
-            break
+        if seen:
+            return
         for plan in _tile_plans(c, target, forward, read):
             tile = tile_of(c, plan, target.precision, operand)
             if not tile.ring or tile.steps == 1:
                 plan = dataclasses.replace(plan, ahead=1)
-            if tile.shared <= shared_limit(target.architecture):
-                found.setdefault(plan)
-    return list(found)
+            if plan not in seen and tile.shared <= shared_limit(target.architecture):
+                seen.add(plan)
+                yield plan
 
 
 def group_plans(c: Correlation, operand: Operand, target: CudaTarget, reads: Sequence[Read]) -> list[TilePlan]:
@@ -104,9 +105,8 @@ def _group_plan(c: Correlation, operand: Operand, target: CudaTarget, plan: Tile
         return None
     for ahead in range(min(DEEPEST, c.taps - 1 if plan.halo else DEEPEST), 0, -1):
         tile = tile_of(c, dataclasses.replace(plan, ahead=ahead), target.precision, operand)
-        enough = (
-            tile.ahead == ahead >= min(plan.min_blocks, tile.steps)
-        )  # a step more ahead is better than a block more
+        # a step more ahead is better than a block more
+        enough = tile.ahead == ahead >= min(plan.min_blocks, tile.steps)
         if enough and tile.shared <= shared_limit(target.architecture) // plan.min_blocks:
             return tile.plan
     return None
