@@ -10,7 +10,6 @@ Names are looked up when they are first used: an optimiser can be written down w
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ __all__ = ["EMA", "SGD", "Adam", "AdamW", "Group", "Lion", "RMSprop", "Step", "a
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
-    makes_steps, runs_them = name in ("add_batch", "compile_step"), name in ("load_step", "Step")
-    if makes_steps or (runs_them and importlib.util.find_spec("tvm")):  # a step for a GPU runs where TVM is not
+    if name in ("add_batch", "compile_step"):  # those that run a step leave it to its backend: a GPU's needs no TVM
         from bnfuse.runtime.targets.tvm import import_tvm
 
         import_tvm()

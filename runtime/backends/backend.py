@@ -56,12 +56,15 @@ def backend_of(target: CpuTarget | CudaTarget) -> Backend[Any]:
 
 
 def backend_named(name: str) -> Backend[Any]:
-    """Give the backend of a kind: cpu or cuda. Raises KeyError for another name."""
+    """Give the backend of a kind: cpu, for which TVM is loaded, or cuda. Raises KeyError for another name."""
     if name == CudaTarget.backend:
         from bnfuse.runtime.backends.cuda.backend import CudaBackend
 
         return CudaBackend()
     if name == CpuTarget.backend:
+        from bnfuse.runtime.targets.tvm import import_tvm
+
+        import_tvm()
         from bnfuse.runtime.backends.cpu.backend import CpuBackend
 
         return CpuBackend()

@@ -11,7 +11,7 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: s
     """Resolve `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE` to a target.
 
     Threads are of a CPU and default to the physical cores; for this machine they are no more than its processors. The
-    precision is of a GPU and defaults to fp32.
+    precision defaults to fp32.
     """
     if isinstance(spec, Target):
         return spec

@@ -23,9 +23,11 @@ def scripts():
 
 
 def test_every_way_of_several_ranks_has_one_of_one_rank_beside_it(scripts):
-    found = scripts.parallel_cases.ways(["icf"], [4, 16], 2, sync=True, wire=True)
+    found = scripts.parallel_cases.ways(["icf"], [4, 16], 2, gpus=False, sync=True, wire=True)
     assert [way.name for way in found] == ["icf alone", "icf", "icf+16MB", "icf+sync", "icf+bf16"]
     assert len({way.file for way in found}) == len(found)
+    gpus = scripts.parallel_cases.ways(["icf"], [4, 16], 2, gpus=True, sync=True, wire=True)
+    assert [way.name for way in gpus if way not in found] == ["icf+sync+nccl"]
     alone = {way.name for way in found if way.ranks == 1}
     assert {scripts.parallel.base_of(way.name) for way in found if way.ranks > 1} == alone
     assert scripts.parallel.base_of("ddp-compile-sync") == "torch-compile"
