@@ -8,7 +8,7 @@ from __future__ import annotations
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +20,16 @@ from bnfuse.parallel.world import World
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import alone
-from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, paired, shared_regions
+from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, paired
 from bnfuse.runtime.hosting import TICKETS, Hosted, Plans, Under
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.results import Results
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
 from bnfuse.runtime.state import IncompatibleKeys, State
 from bnfuse.runtime.targets.target import Target
 from bnfuse.runtime.together import Shared, Together, agree_on_batch, agree_on_virtual
 from bnfuse.runtime.updating import Updating, require_average
-
-if TYPE_CHECKING:
-    from bnfuse.runtime.backends.cuda.array import DeviceArray
 
 __all__ = ["Compiled", "LaunchTime", "Step"]
 
@@ -46,7 +44,7 @@ RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between step
 GIVEN = ("target", "optimizer", "model", "times")
 
 
-class Step(Hosted, Together, Updating):
+class Step(Hosted, Results, Together, Updating):
     """A training step: `loss = step(images, labels)`. Made by `compile_step` or `load_step`.
 
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
@@ -390,107 +388,6 @@ class Step(Hosted, Together, Updating):
                     f"input '{name}' has labels from {labels.min()} to {labels.max()}: "
                     f"the graph has the classes 0 to {classes.count - 1}"
                 )
-
-    # -- results -----------------------------------------------------------------------------------------------
-
-    @property
-    @alone
-    def outputs(self) -> dict[str, np.ndarray]:
-        """All outputs of the file after the last phase that ran, by name: copies."""
-        return {name: self._train.memory.read(tensor) for name, tensor in self._train.program.outputs.items()}
-
-    @alone
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients by the names of the parameters: copies. Of several ranks the mean over them; with `accumulate` this
-        rank's own."""
-        program = self._train.program
-        found = {name: self._train.memory.read(tensor) for name, tensor in program.gradients.items()}
-        scale = self._gradients_scale * (1 if program.accumulates else program.ranks)
-        return found if scale == 1 else {name: value / scale for name, value in found.items()}
-
-    @property
-    @alone
-    def loss_scale(self) -> float:
-        """With fp16 what the gradients begin with, and are divided by in the update. 1 otherwise.
-
-        Of a graph without a loss, gradients of outputs must come in multiplied by it.
-        """
-        return self._loss_scale
-
-    @loss_scale.setter
-    @alone
-    def loss_scale(self, scale: float) -> None:
-        if self.target.precision != "fp16":
-            raise BnfuseError(f"a step of precision {self.target.precision} has no loss scale: compile it for fp16")
-        if not 0 < scale < float("inf"):
-            raise BnfuseError(f"a loss scale of {scale} scales nothing: use a number above 0")
-        self._loss_scale = float(scale)
-
-    @property
-    @alone
-    def skipped(self) -> bool:
-        """Whether the last update changed no parameter: with fp16, if a gradient was not finite. Waits for the step.
-
-        The count of steps and the running statistics went on. A smaller `loss_scale` is the remedy.
-        """
-        program = self._train.program
-        if program.finite is None or self.steps == 0:
-            return False
-        return not bool(self._train.memory.load(program.storages[program.finite])[0])
-
-    @alone
-    def device_output(self, name: str) -> DeviceArray:
-        """Give an output of the file where it lies on the GPU. The next step writes over it."""
-        return self._on_device(self._train.program.outputs, name, "output")
-
-    @alone
-    def device_gradient(self, name: str) -> DeviceArray:
-        """Give the gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`; of several ranks the
-        sum over them.
-
-        The next step writes over it.
-        """
-        return self._on_device(self._train.program.gradients, name, "gradient of a parameter")
-
-    @alone
-    def device_state(self, name: str) -> DeviceArray:
-        """Give a parameter or a running statistic where it lies on the GPU. Steps update it in place."""
-        return self._on_device(self._state.tensors, name, "parameter or running statistic")
-
-    def _on_device(self, tensors: Mapping[str, p.Tensor], name: str, kind: str) -> DeviceArray:
-        if name not in tensors:
-            raise BnfuseError(f"there is no {kind} '{name}': it is one of {', '.join(sorted(tensors)[:8])}, ...")
-        return self._train.on_device("device arrays").array(tensors[name])
-
-    @property
-    @alone
-    def stream(self) -> int:
-        """The address of the CUDA stream that the step runs on: one of its own, until another is set."""
-        return int(self._train.on_device("stream").stream)
-
-    @stream.setter
-    @alone
-    def stream(self, stream: Any) -> None:
-        """Set the stream, an address or one of torch, cupy or what has `__cuda_stream__`. Waits for what was begun."""
-        self._train.on_device("stream").stream = stream
-
-    @alone
-    def synchronize(self) -> None:
-        """Wait until the GPU has done all that it was given. On a CPU a call returns when it is done."""
-        self._train.synchronize()
-
-    @property
-    def device_bytes(self) -> int:
-        """Of all regions of memory, training's and evaluation's, and of the code."""
-        programs = [compiled.program for pair in self._sizes.compiled for compiled in pair]
-        first = programs[0]
-        codes = {code for pair in self._sizes.compiled for compiled in pair for code in compiled.codes}
-        apart = 0
-        for other in programs[1:]:
-            common = shared_regions(other.regions, first, other)
-            shared = {name for name, size in common.items() if first.regions.get(name, -1) >= size}
-            apart += sum(size for name, size in other.regions.items() if name not in shared)
-        return sum(first.regions.values()) + apart + sum(map(len, codes))
 
     # -- state -------------------------------------------------------------------------------------------------
 
