@@ -339,6 +339,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         present = {name: tensors[output] for name, output in pairs.items() if output in tensors}
         return {name: _tensor(low, value, low.destinations[value]) for name, value in present.items()}
 
+    taken = {launch.kernel: p.given(launch, storages) for launch in low.launches}
     program = p.Program(
         regions=regions,
         storages=storages,
@@ -355,6 +356,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         classes={name: dataclasses.asdict(c) for name, c in classes_of(low.graph, signature.labels).items()},
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
+        takes=[taken[index] for index in range(len(low.requests))],
         finite=low.finite,
         norm=low.norm,
         seed=low.seed,

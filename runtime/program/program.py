@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
@@ -179,6 +180,7 @@ class Program:
     classes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of integer labels, by input
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
+    takes: list[str] = dataclasses.field(default_factory=list)  # of each kernel: `given` of its launches
     sampling: str = ""  # what the session draws (bnfuse/graph/sampling.py); nothing in a file of an earlier version
     refused: str = ""  # of an evaluation: why there is none
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
@@ -223,6 +225,20 @@ class Program:
         sent = [self.storages[b.storage] for b in launch.buffers if b.access != "out"]
         elements = sum(s.elements for s in sent)
         return Work("exchange", EXCHANGES[launch.kernel], f"{elements}", 0, sum(s.bytes for s in sent))
+
+
+def given(launch: Launch, storages: Sequence[Storage]) -> str:
+    """Say of a launch what each of its arguments is, in a word: type and elements of a storage, `offset`, `scalar`.
+
+    Kernels look at nothing that they are given.
+    """
+
+    def word(argument: Argument) -> str:
+        if isinstance(argument, Buffer):
+            return f"{storages[argument.storage].dtype}*{storages[argument.storage].elements}"
+        return "scalar" if isinstance(argument, Scalar) else "offset"
+
+    return " ".join(map(word, launch.arguments))
 
 
 def refusal(why: str) -> Program:
@@ -274,6 +290,8 @@ def check(program: Program) -> None:
             raise ValueError(f"node '{launch.node}' has no such phase or kernel")
         if launch.exchanges:
             check_exchange(program, launch)
+        elif program.takes and program.takes[launch.kernel] != given(launch, program.storages):
+            raise ValueError(f"node '{launch.node}' gives '{program.name_of(launch)}' other arguments than it takes")
     if not isinstance(program.ranks, int) or program.ranks < 1:
         raise ValueError(f"it is for {program.ranks} ranks")
     if program.mean_loss is not None and program.mean_loss not in range(len(program.storages)):

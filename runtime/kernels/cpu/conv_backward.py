@@ -42,7 +42,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
-from bnfuse.runtime.kernels.common.params import operator_params
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import finish
@@ -113,7 +113,8 @@ def conv_backward(
         return depthwise_backward(problem, target, shape, params)
     if chosen == "winograd":
         return winograd_backward(problem, target, shape, params)
-    return Kernel(NAME, problem, target, params, partial(build, problem, target, plan), plan)
+    name = unique_name(NAME, problem, target)
+    return Kernel(name, problem, target, params, partial(build, problem, target, plan), plan)
 
 
 def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
@@ -121,7 +122,7 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
     if plan is None:
         shape = conv_shape(problem, target.threads)
         plan = Plan(shape, choose_tiles(shape, target))
-    with tir.function(NAME, operator_params(problem)) as arguments:
+    with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
         _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles))
     return arguments.result
 

@@ -33,6 +33,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Convolution
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
@@ -103,11 +104,12 @@ def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
 
 def depthwise_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
     """Make the kernel of a depthwise convolution's gradients. `conv_backward` has checked the problem."""
-    return Kernel(NAME, problem, target, params, partial(_build, problem, target, shape, params))
+    name = unique_name(NAME, problem, target)
+    return Kernel(name, problem, target, params, partial(_build, problem, target, shape, params))
 
 
 def _build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
-    with tir.function(NAME, params) as arguments:
+    with tir.function(unique_name(NAME, problem, target), params) as arguments:
         tiles = choose_tiles(shape, target)
         nest = _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)
         if nest.is_streamed:

@@ -36,6 +36,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Convolution
 from bnfuse.runtime.kernels.common.images import ImagePlan
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
@@ -60,12 +61,13 @@ NAME = "winograd_backward"
 
 def winograd_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
     """Make the kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
-    return Kernel(NAME, problem, target, params, partial(build, problem, target, shape, params))
+    name = unique_name(NAME, problem, target)
+    return Kernel(name, problem, target, params, partial(build, problem, target, shape, params))
 
 
 def build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
     """Make the TIR function."""
-    with tir.function(NAME, params) as arguments:
+    with tir.function(unique_name(NAME, problem, target), params) as arguments:
         tiles = choose_tiles(shape, target)
         _body(WinogradNest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
     return arguments.result
