@@ -10,17 +10,20 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.ort.oracle import Arrays
 from bnfuse.verifying.cancelled import yardsticks
-from bnfuse.verifying.runners import FileRunner, Where
+from bnfuse.verifying.runners import FileRunner, RoundedRunner, Where
 from bnfuse.verifying.verdict import ROUNDING, Curves, TensorError
 
 MINIMUM, MINIMUM_IN_FLOAT64 = 1e-5, 1e-9
-FACTOR = 8.0
+FACTOR, FACTOR_IN_FEWER_BITS = 8.0, 1.5  # of the spread; in fewer bits the spread is that of the precision itself
 LEAST_ROUNDINGS = 2.0  # that are tolerated however small the spread is: results were computed from rounded values
 FLOOR = 1e-6  # of the largest norm of the same kind
 
 
 class Reference:
-    """What `before` computes, and how far rounding noise moves it: the more draws, the better its tail is known."""
+    """What `before` computes, and how far rounding noise moves it: the more draws, the better its tail is known.
+
+    For a step in fewer bits than float32 a draw is `before` computed in that precision, from disturbed operands.
+    """
 
     def __init__(
         self,
@@ -33,19 +36,24 @@ class Reference:
         steps: int,
         rng: np.random.Generator,
     ) -> None:
-        self.graph, self.kind, self.where, self.rounding, self.rng = graph, kind, where, where.rounding, rng
+        self.graph, self.where, self.rounding, self.rng = graph, where, where.rounding, rng
+        self.noisy: type[FileRunner] = RoundedRunner if where.has_fewer_bits else kind
         self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
-        self.runner: FileRunner | None = kind(graph, where)
-        self.values = self.runner.evaluate(feeds, state)
-        self.losses = self.runner.train(feeds, state, lr, steps, self.values)
+        runner = kind(graph, where)
+        self.values = runner.evaluate(feeds, state)
+        self.losses = runner.train(feeds, state, lr, steps, self.values)
+        self.runner: FileRunner | None = runner if self.noisy is kind else None
         self.spreads: list[Arrays] = []
         self.noisy_losses: list[list[float]] = []
 
     def draw(self, count: int) -> None:
         """Run with `count` more draws of noise."""
-        self.runner = self.runner or self.kind(self.graph, self.where)
+        self.runner = self.runner or self.noisy(self.graph, self.where)
+        disturbance = (
+            self.rounding / 2 if self.where.has_fewer_bits else self.rounding
+        )  # half is about rounding's own mean
         for _ in range(count):
-            feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, self.rounding)
+            feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, disturbance)
             self.spreads.append(self.runner.evaluate(feeds, state))
             losses = self.runner.train(feeds, state, self.lr, self.steps, self.spreads[-1])
             self.noisy_losses.append(losses)
@@ -84,9 +92,10 @@ def disturbed(
 
 
 def tolerance(spread: float, rounding: float = ROUNDING) -> float:
-    """Give eight times the spread, but never less than a few roundings."""
+    """Give a multiple of the spread, but never less than a few roundings."""
     least = MINIMUM if rounding >= ROUNDING else MINIMUM_IN_FLOAT64
-    return max(least, LEAST_ROUNDINGS * rounding, FACTOR * spread)
+    factor = FACTOR if rounding <= ROUNDING else FACTOR_IN_FEWER_BITS
+    return max(least, LEAST_ROUNDINGS * rounding, factor * spread)
 
 
 def compare(
@@ -128,7 +137,7 @@ def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
 
 
 def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: float = ROUNDING) -> tuple[float, ...]:
-    """Give eight times the largest spread so far: curves that have parted do not come together again."""
+    """Give the tolerance of the largest spread so far: curves that have parted do not come together again."""
     found, spread = [], 0.0
     for step, loss in enumerate(curve):
         spread = max([spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy)])

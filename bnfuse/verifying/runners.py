@@ -16,6 +16,7 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, without_dropout
 from bnfuse.ort.oracle import Arrays, OrtGraph
 from bnfuse.verifying.interpreter import Interpreter, wide, widened
+from bnfuse.verifying.rounded import BITS, rounded
 from bnfuse.verifying.verdict import ROUNDINGS
 
 
@@ -45,6 +46,11 @@ class Where:
     def rounding(self) -> float:
         """How much one rounding of the step's precision moves a value, at most."""
         return ROUNDINGS[self.precision or "fp32"]
+
+    @property
+    def has_fewer_bits(self) -> bool:
+        """Whether the step computes in fewer bits than float32."""
+        return self.precision in BITS
 
 
 class FileRunner:
@@ -84,6 +90,15 @@ class OrtRunner(FileRunner):
     def opened(self, model: ir.Model, name: str, where: Where) -> Callable[[Arrays, list[str]], Arrays]:
         """Open a session."""
         return OrtGraph(model, name=name, threads=where.threads).run
+
+
+class RoundedRunner(OrtRunner):
+    """A graph in onnxruntime, rounded as a step in fewer bits rounds."""
+
+    def opened(self, model: ir.Model, name: str, where: Where) -> Callable[[Arrays, list[str]], Arrays]:
+        """Open a session of the rounded graph."""
+        assert where.precision is not None
+        return super().opened(rounded(model, where.precision), name, where)
 
 
 class Float64Runner(FileRunner):

@@ -6,12 +6,13 @@ float64 by onnx's evaluator, slowly, where rounding noise leaves no verdict in f
 A tensor's error is ||after - before|| / ||before||. What is tolerated is measured, not guessed: `before` runs again
 with its inputs and parameters disturbed by one rounding (relative 2**-24, random signs). A result that moves by so
 much under rounding noise cannot be told apart more finely, so the tolerance is eight times that spread, and never
-less than 1e-5. Of a step that computes in fewer bits one rounding is that of its precision. Now and then noise opens a
-ReLU; where three draws of it say no, up to 16 are made, and then up to two more seeds asked, before no is the answer.
-Norms below a millionth of the largest of their kind count as that much, so that a gradient which is zero but for
-rounding (a bias in front of a BatchNorm) is not held to its own noise. A tolerance of 0.1 or more (in fewer bits than
-float32, of 1) judges nothing: then the answer is that it cannot be judged, which is no yes. What operators draw at
-random is drawn once and fed to both, anew for each step (drawing.py). docs/numerics.md
+less than 1e-5. A step that computes in fewer bits is measured by `before` computed in these (rounded.py), and may be
+off by half as much again. Now and then noise opens a ReLU; where three draws of it say no, up to 16 are made, and then
+up to two more seeds asked, before no is the answer. Norms below a millionth of the largest of their kind count as that
+much, so that a gradient which is zero but for rounding (a bias in front of a BatchNorm) is not held to its own noise. A
+tolerance of 0.1 or more (in fewer bits than float32, of 1) judges nothing: then the answer is that it cannot be judged,
+which is no yes. What operators draw at random is drawn once and fed to both, anew for each step (drawing.py).
+docs/numerics.md
 """
 
 from __future__ import annotations
