@@ -29,6 +29,7 @@ from bnfuse.runtime.lowering.graph import Lowered
 from bnfuse.runtime.targets.target import Target
 
 BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
+TUNED = "tuned"  # folder of a cache
 TOGETHER = 12  # problems whose candidates are compiled at a time
 MARGIN = 0.97  # of the rule's time: less of a gain is taken for noise
 
@@ -65,9 +66,15 @@ class Memory:
         self.folder = cache.folder
         self.known: dict[str, str] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever remembered here."""
+        return not self.known and (self.folder is None or not (self.folder / TUNED).is_dir())
+
     def choice(self, task: Task) -> Choice | None:
         """Give the remembered choice, or None."""
-        name = self.known.get(task.key) or self._read(task.key)
+        key = task.key
+        name = self.known.get(key) or self._read(key)
         if name is None:
             return None
         ways = itertools.chain(task.choices, combinations(task.choices))
@@ -105,7 +112,7 @@ class Memory:
 
     def _path(self, key: str) -> pathlib.Path:
         assert self.folder is not None
-        return self.folder / "tuned" / f"{key}.json"
+        return self.folder / TUNED / f"{key}.json"
 
 
 def tasks_of(lowered: Lowered) -> dict[int, Task]:
@@ -122,6 +129,8 @@ def tasks_of(lowered: Lowered) -> dict[int, Task]:
 
 def choose(lowered: Lowered, memory: Memory) -> None:
     """Put the remembered choices in place of the rule's."""
+    if memory.is_empty:  # to list all ways to make each kernel takes longer than all else about them
+        return
     for index, task in tasks_of(lowered).items():
         choice = memory.choice(task)
         if choice is not None and choice != task.choices[0]:

@@ -62,7 +62,8 @@ def contained(compiled: Compiled) -> Compiled:
         codes.append(pack(Code(stages, parameters, "sm_90", cubin, waits=True)))
     launches = [dataclasses.replace(launch, kernel=index) for index, launch in enumerate(program.launches)]
     names = [program.kernels[launch.kernel] for launch in program.launches]
-    return Compiled(dataclasses.replace(program, kernels=names, launches=launches, works=[]), codes)
+    takes = [p.given(launch, program.storages) for launch in launches]
+    return Compiled(dataclasses.replace(program, kernels=names, launches=launches, works=[], takes=takes), codes)
 
 
 def serve(fake: FakeCuda, compiled: Compiled, codes: Compiled) -> None:
