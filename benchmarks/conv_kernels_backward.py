@@ -1,11 +1,12 @@
 """GFLOP/s of the backward convolution kernels, beside torch's plain convolution in channels_last.
 
     python benchmarks/conv_kernels_backward.py [--batch 16] [--threads 2] [--torch] [--only NAME]
+        [--precision bf16]
 
 Ours include the BatchNorm's gradient and the activation on the way in, the mask, the sums and the accumulation on the
 way out; torch's are the convolution alone. Where a layer has several algorithms, they take turns; GFLOP/s count the
 multiplications of the direct one, so that the columns compare as times do. Minimum of the runs: of wall time, with
---threads 1 of processor time.
+--threads 1 of processor time. With bf16 maps lie in 16 bits, torch's weights too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 import tvm
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.memory import as_bits
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.arch import CPU_PRECISIONS
 from bnfuse.runtime.targets.target import CpuTarget
 
 ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -58,9 +61,9 @@ class Layer:
         macs = batch * self.out**2 * self.cout * self.cin // self.group * self.kernel**2
         return 2e-9 * macs * self.halves
 
-    def problem(self, batch: int) -> Problem:
-        x = MapType(batch, self.size, self.size, self.cin, self.x_stride or self.cin)
-        dy = MapType(batch, self.out, self.out, self.cout, self.y_stride or self.cout)
+    def problem(self, batch: int, dtype: str) -> Problem:
+        x = MapType(batch, self.size, self.size, self.cin, self.x_stride or self.cin, dtype)
+        dy = MapType(batch, self.out, self.out, self.cout, self.y_stride or self.cout, dtype)
         maps = {"dy": dy, "x": x, "grad_x": dy, "dx": x}
         if "ConvGradWeight" in self.op:
             del maps["dx"]
@@ -120,7 +123,7 @@ def best(calls: Sequence[Callable[[], object]], threads: int, seconds: float = 0
 
 def time_kernels(layer: Layer, batch: int, target: CpuTarget) -> dict[str, tuple[float, float]]:
     """By algorithm, the one of choice first: seconds of a call, and of making and compiling the kernel."""
-    problem = layer.problem(batch)
+    problem = layer.problem(batch, target.map_dtype)
     rng = np.random.default_rng(0)
     calls, compiling = {}, []
     arrays: list[np.ndarray] = []
@@ -133,26 +136,27 @@ def time_kernels(layer: Layer, batch: int, target: CpuTarget) -> dict[str, tuple
             arrays = [execute.aligned(p.elements, p.dtype) for p in kernel.params]
             for array in arrays:
                 array[...] = rng.standard_normal(array.size, dtype=np.float32)
-        tensors = [tvm.runtime.from_dlpack(array) for array in arrays]
+        tensors = [tvm.runtime.from_dlpack(as_bits(array)) for array in arrays]
         offsets = [0 for p in kernel.params if p.is_map]
         calls[algorithm] = functools.partial(function, *tensors, *offsets)
     seconds = best(list(calls.values()), target.threads)
     return dict(zip(calls, zip(seconds, compiling, strict=True), strict=True))
 
 
-def time_torch(layer: Layer, batch: int, threads: int) -> float:
+def time_torch(layer: Layer, batch: int, target: CpuTarget) -> float:
     import torch
 
-    torch.set_num_threads(threads)
-    weight = torch.randn(layer.cout, layer.cin // layer.group, layer.kernel, layer.kernel)
-    x = torch.randn(batch, layer.cin, layer.size, layer.size)
-    dy = torch.randn(batch, layer.cout, layer.out, layer.out)
+    torch.set_num_threads(target.threads)
+    random = functools.partial(torch.randn, dtype=getattr(torch, target.map_dtype))
+    weight = random(layer.cout, layer.cin // layer.group, layer.kernel, layer.kernel)
+    x = random(batch, layer.cin, layer.size, layer.size)
+    dy = random(batch, layer.cout, layer.out, layer.out)
     x, dy, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy, weight))
     pad = layer.kernel // 2
     wanted = [layer.halves == 2, True, False]
     backward = torch.ops.aten.convolution_backward
     arguments = (dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted)
-    return best([lambda: backward(*arguments)], threads)[0]
+    return best([lambda: backward(*arguments)], target.threads)[0]
 
 
 def main() -> None:
@@ -161,8 +165,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--torch", action="store_true", help="time torch as well")
     parser.add_argument("--only", default="", help="layers whose name contains this")
+    parser.add_argument("--precision", default="fp32", choices=CPU_PRECISIONS)
     options = parser.parse_args()
-    target = resolve("cpu", options.threads)
+    target = resolve("cpu", options.threads, options.precision)
     for layer in LAYERS:
         if options.only not in layer.name:
             continue
@@ -171,7 +176,7 @@ def main() -> None:
             rate = f"{gflop / seconds:6.1f} GFLOP/s {1e3 * seconds:7.2f} ms"
             line += f"  {name} {rate}, compiled in {compiling:.2f} s"
         if options.torch:
-            line += f"  torch {gflop / time_torch(layer, options.batch, options.threads):6.1f} GFLOP/s"
+            line += f"  torch {gflop / time_torch(layer, options.batch, target):6.1f} GFLOP/s"
         print(line, flush=True)
 
 

@@ -33,6 +33,9 @@ def _ask(name: str) -> Any:
     return import_tvm().get_global_func(name)
 
 
+AMX = ("amx-bf16", "amx-tile")  # asked for by the kernels that use it alone: it takes more than the processor
+
+
 @functools.cache
 def host_cpu() -> str:
     """LLVM's name of the processor that we run on."""
@@ -94,6 +97,16 @@ def host_features() -> frozenset[str]:
 def missing_features(required: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the required instruction sets that this processor lacks."""
     return tuple(name for name in required if name not in host_features())
+
+
+def required_features(target: CpuTarget) -> tuple[str, ...]:
+    """Name the instruction sets that the kernels of a target use."""
+    return (*features_of(target.mcpu), *(AMX if target.amx else ()))
+
+
+def has_amx(mcpu: str) -> bool:
+    """Tell whether LLVM knows a CPU to have AMX's products of bfloat16."""
+    return {*AMX} <= _all_features(mcpu)
 
 
 def lanes_of(features: tuple[str, ...]) -> int:

@@ -19,12 +19,14 @@ class CpuTarget:
     """A CPU: `mcpu` is LLVM's name of it, `lanes` the float32 lanes of a vector.
 
     `precision` is how maps are stored: fp32, or bf16, whose sums, statistics and coefficients are float32 as well.
+    `amx` is whether its tiles multiply them: of bf16 alone, and not where the operating system keeps them back.
     """
 
     mcpu: str
     lanes: int
     threads: int
     precision: str = "fp32"
+    amx: bool = False
 
     kind: ClassVar[str] = "llvm"  # in files and reports
     backend: ClassVar[str] = "cpu"  # the folder of its kernels, and of what runs them
@@ -34,7 +36,7 @@ class CpuTarget:
 
     def __str__(self) -> str:
         fewer_bits = "" if self.precision == "fp32" else f", {self.precision}"
-        return f"{self.kind} {self.mcpu}, {self.threads} threads{fewer_bits}"
+        return f"{self.kind} {self.mcpu}, {self.threads} threads{fewer_bits}{' by AMX' if self.amx else ''}"
 
     @property
     def map_dtype(self) -> str:
@@ -54,7 +56,8 @@ class CpuTarget:
     def to_data(self) -> dict[str, Any]:
         """Give a form that JSON takes."""
         fields = {"mcpu": self.mcpu, "lanes": self.lanes, "threads": self.threads}
-        return {"kind": self.kind, **fields, "precision": self.precision}
+        further = {"amx": True} if self.amx else {}  # files of version 1 have no such field
+        return {"kind": self.kind, **fields, "precision": self.precision, **further}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,7 @@ Target = CpuTarget | CudaTarget
 def target_of(data: Mapping[str, Any]) -> Target:
     """Read what `to_data` gave. Raises ValueError for a kind that there is not."""
     if data["kind"] == CpuTarget.kind:
-        return CpuTarget(data["mcpu"], data["lanes"], data["threads"], data["precision"])
+        return CpuTarget(data["mcpu"], data["lanes"], data["threads"], data["precision"], data.get("amx", False))
     if data["kind"] == CudaTarget.kind:
         return CudaTarget(data["mcpu"], data["threads"], data["precision"])
     raise ValueError(f"its target is {str(data['kind'])[:20]!r}")

@@ -9,11 +9,17 @@ import pytest
 from bnfuse.runtime.targets.target import CpuTarget, CudaTarget, target_of
 
 CPU = {"kind": "llvm", "mcpu": "znver4", "lanes": 16, "threads": 8, "precision": "fp32"}
+TILES = {"kind": "llvm", "mcpu": "sapphirerapids", "lanes": 16, "threads": 8, "precision": "bf16", "amx": True}
 GPU = {"kind": "cuda", "mcpu": "sm_90", "lanes": 32, "threads": 132, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("target", "data"), [(CpuTarget("znver4", 16, 8), CPU), (CudaTarget("sm_90", 132, "bf16"), GPU)]
+    ("target", "data"),
+    [
+        (CpuTarget("znver4", 16, 8), CPU),
+        (CpuTarget("sapphirerapids", 16, 8, "bf16", amx=True), TILES),
+        (CudaTarget("sm_90", 132, "bf16"), GPU),
+    ],
 )
 def test_a_target_is_written_as_version_1_has_it_and_read_back(target, data):
     assert target.to_data() == data

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.processors import bounded_threads, check_threads, physical_cores
+from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets import cpus
@@ -42,7 +43,9 @@ class CpuBackend:
                 f"target '{name}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself"
             )
         lanes = cpus.lanes_of(cpus.features_of(mcpu))
-        return CpuTarget(mcpu, lanes, wanted or physical_cores(), precision or CpuTarget.precision)
+        halves = precision == "bf16" and cpus.has_amx(mcpu)
+        amx = halves and (bool(model) or (not cpus.missing_features(cpus.AMX) and permission.is_granted()))
+        return CpuTarget(mcpu, lanes, wanted or physical_cores(), precision or CpuTarget.precision, amx)
 
     def require_compiler(self) -> None:
         """TVM brings its own."""
@@ -60,11 +63,11 @@ class CpuBackend:
 
     def versions(self, target: CpuTarget) -> tuple[str, ...]:
         """Name the LLVM triple and the instruction sets of the code."""
-        return cpus.triple_of(target.mcpu), *cpus.features_of(target.mcpu)
+        return cpus.triple_of(target.mcpu), *cpus.required_features(target)
 
     def features(self, target: CpuTarget) -> tuple[str, ...]:
         """Name the instruction sets that the code uses."""
-        return cpus.features_of(target.mcpu)
+        return cpus.required_features(target)
 
     def check(self, target: CpuTarget, features: tuple[str, ...], threads: int | None) -> None:
         """Raise BnfuseError unless this processor has what the code uses, and the work is cut up for these threads."""
@@ -74,6 +77,7 @@ class CpuBackend:
             )
         if threads is not None and target.threads not in (threads, bounded_threads(threads)):
             raise BnfuseError(f"was compiled for {target.threads} threads, not {threads}: compile the model again")
+        permission.require(target)
 
     def runner(
         self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None, world: World | None = None
@@ -85,10 +89,11 @@ class CpuBackend:
 
     def measure(self, target: CpuTarget) -> Measure:
         """Give what measures kernels here. Raises BnfuseError where this CPU lacks an instruction set of theirs."""
-        if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
+        if missing := cpus.missing_features(cpus.required_features(target)):
             raise BnfuseError(
                 f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
             )
+        permission.require(target)
         from bnfuse.runtime.backends.cpu import measure
 
         return measure.fastest_times

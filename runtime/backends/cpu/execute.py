@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.backends.memory import BFLOAT16, as_bits
 from bnfuse.runtime.kernels.cpu import tir
@@ -38,6 +39,7 @@ def aligned_copy(values: np.ndarray) -> np.ndarray:
 def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
     """Compile one kernel to a function that runs at once, with as many threads as its target has."""
     assert isinstance(kernel.target, CpuTarget)
+    permission.require(kernel.target)
     start_threads(kernel.target.threads)
     function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target)[kernel.name]
     return function

@@ -13,6 +13,7 @@ import tvm
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.processors import check_threads
 from bnfuse.parallel.world import World
+from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.cpu.exchanging import Exchanges, Place
 from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.execution import (
@@ -28,7 +29,7 @@ from bnfuse.runtime.backends.execution import (
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import Memory, aligned, as_bits
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.cpus import features_of, missing_features
+from bnfuse.runtime.targets.cpus import missing_features, required_features
 from bnfuse.runtime.targets.target import CpuTarget
 
 
@@ -45,8 +46,9 @@ class CpuRunner:
         shared = shared_regions(beside.regions, beside.program, program) if beside else None
         self.memory: Memory = Memory(program, shared)
         self.regions: dict[str, np.ndarray] = {**self.memory.regions}  # for runners beside it: `use` moves none
-        self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
+        self.mcpu, self.missing = target.mcpu, missing_features(required_features(target))
         if not self.missing:
+            permission.require(target)
             self._tensors: dict[int, Any] = {}
             self.library = Library(compiled.program.kernels, compiled.codes)
             self.exchanges = Exchanges(program, self.memory, world)

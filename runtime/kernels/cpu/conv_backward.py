@@ -18,7 +18,8 @@ on whatever the tile holds and not stored; tails of channels are zeros in the pa
 
 Takes every shape; groups run one after the other, so that groups of fewer channels than a vector has lanes waste the
 others. Depthwise convolutions have their own kernel (depthwise_backward.py), and so have 3x3 ones of stride 1 where
-fewer multiplications pay (winograd_backward.py); `algorithms` chooses.
+fewer multiplications pay (winograd_backward.py), and those of bfloat16 where the CPU has tiles (amx_backward.py);
+`algorithms` chooses.
 
 GFLOP/s of one core (Sapphire Rapids, processor time, batch 8; benchmarks/conv_kernels_backward.py has the layers).
 Ours with BatchNormGrad, Normalize, ReLU, mask and sums, torch in channels_last the plain convolution:
@@ -35,6 +36,7 @@ Ours with BatchNormGrad, Normalize, ReLU, mask and sums, torch in channels_last 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,7 +46,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
-from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu import amx_backward, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
@@ -75,9 +77,10 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     shape = conv_shape(problem, target.threads)
     if is_depthwise(shape, target):
         return ("depthwise",)
+    tiles = ("amx",) if amx_backward.takes(problem, shape, target) else ()
     if not is_possible(shape):
-        return ("direct",)
-    return ("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")
+        return (*tiles, "direct")
+    return (*tiles, *(("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")))
 
 
 def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
@@ -114,6 +117,8 @@ def conv_backward(
     if chosen == "winograd":
         return winograd_backward(problem, target, shape, params)
     name = unique_name(NAME, problem, target)
+    if chosen == "amx":
+        return Kernel(name, problem, target, params, partial(build_amx, problem, target))
     return Kernel(name, problem, target, params, partial(build, problem, target, plan), plan)
 
 
@@ -123,21 +128,32 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
         shape = conv_shape(problem, target.threads)
         plan = Plan(shape, choose_tiles(shape, target))
     with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
-        _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles))
+        nest = Nest(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles)
+        _body(nest, pack_weights, _tiles)
     return arguments.result
 
 
-def _body(nest: Nest) -> None:
+def build_amx(problem: Problem, target: CpuTarget) -> Any:
+    """Make the TIR function that multiplies by tiles."""
+    plan = amx_backward.plan_of(problem, target)
+    with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
+        given = problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles
+        _body(amx_backward.AmxNest(*given), amx_backward.pack_weights, amx_backward.work)
+    return arguments.result
+
+
+def _body(nest: Any, pack: Callable[[Any, Any], None], work: Callable[[Any, dict[str, Any], Any], None]) -> None:
+    """Write the function's body: all weights, a thread's `work`, the threads' sums."""
     threads = nest.threads
     sizes = {
-        "packed": (nest.packed_size if nest.wants_input else 0, "float32"),
+        "packed": (nest.packed_size if nest.wants_input else 0, nest.packed_dtype),
         "partial": (threads * nest.partial_size if nest.wants_weight else 0, "float32"),
         "sums": (threads * nest.sums_size, "float64"),
         "bias": (threads * nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
     }
     space: dict[str, Any] = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
     if "packed" in space:
-        pack_weights(nest, space["packed"])
+        pack(nest, space["packed"])
     plan = ImagePlan.of(nest.problem)
     if plan is not None:
         made = nest.problem.map(nest.result)
@@ -147,7 +163,7 @@ def _body(nest: Nest) -> None:
             if name not in ("packed", "images"):
                 each = sizes[name][0] // threads
                 tir.zero(buffer, thread * each, each, nest.tiles.lanes)
-        _tiles(nest, space, thread)
+        work(nest, space, thread)
     if "partial" in space:
         unpack_weight_gradient(nest, space["partial"])
     finish(nest, space.get("sums"), space.get("bias"))

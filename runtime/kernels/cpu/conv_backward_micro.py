@@ -238,8 +238,8 @@ class _Micro:
         def taps(r: Expr, s: Expr) -> None:
             line = (self.place.group * nest.blocks + self.block) * nest.packed_block
             line = opaque(line + (r * columns.kernel + s) * (nest.shape.cout * width))
-            up = _floor_offset(rows, self.row_residue, r) - rows.low
-            left = _floor_offset(columns, self.column_residue, s) - columns.low
+            up = floor_offset(rows, self.row_residue, r) - rows.low
+            left = floor_offset(columns, self.column_residue, s) - columns.low
             row = self.image * nest.grad_rows + self.row + up
             at = opaque((row * nest.grad_columns + self.column + left) * nest.out_pitch)
             with T.serial(0, nest.shape.cout) as k:
@@ -253,12 +253,8 @@ class _Micro:
         # one loop over all taps: LLVM would unroll two short ones around the loop over k
         with T.serial(0, nest.shape.taps) as tap:
             r, s = tap // columns.kernel, tap % columns.kernel
-            meets = [
-                tirx.floormod(residue + axis.pad - place * axis.dilation, axis.stride) == 0
-                for axis, residue, place in ((rows, self.row_residue, r), (columns, self.column_residue, s))
-                if axis.stride > 1
-            ]
-            with when(tirx.all(*meets)) if meets else contextlib.nullcontext():
+            met = meets(rows, self.row_residue, r) + meets(columns, self.column_residue, s)
+            with when(tirx.all(*met)) if met else contextlib.nullcontext():
                 taps(r, s)
         for cell in range(len(self.cells)):
             store(self.place.scratch, span(cell * width, width), acc[span(cell * width, width)])
@@ -275,9 +271,9 @@ class _Micro:
         widths = {0: count} if count == tiles.block else chunks(count, tiles.lanes)
         first = T.bind(self.place.group * self.nest.shape.cin + self.block * tiles.block)
         part = Sums.zero(self.nest, tiles.block, tiles.block)
-        height = _remaining(rows, self.row_residue, self.place.unit + self.row)
+        height = remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
-        width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
+        width = tirx.Min(remaining(columns, self.column_residue, self.column), tiles.micro_columns)
         with T.serial(0, tiles.micro_images) as n, T.serial(0, height) as i:
             for image, start, stop in self._stretches(n, i, width):
                 row = self._row_sums(tiles.block)
@@ -320,12 +316,19 @@ class _Micro:
         return None if plan is None else RowSums.zero(plan, block)
 
 
-def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
+def meets(axis: Axis, residue: Expr, tap: Expr) -> list[Expr]:
+    """Write whether a tap meets inputs of this residue, as one condition; none where all do."""
+    if axis.stride == 1:
+        return []
+    return [tirx.floormod(residue + axis.pad - tap * axis.dilation, axis.stride) == 0]
+
+
+def floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
     """Write Axis.offset for taps that meet the residue."""
     distance = residue + axis.pad - tap * axis.dilation
     return distance if axis.stride == 1 else tirx.floordiv(distance, axis.stride)
 
 
-def _remaining(axis: Axis, residue: Expr, unit: Expr) -> Expr:
+def remaining(axis: Axis, residue: Expr, unit: Expr) -> Expr:
     """Write how many values of u from `unit` on are inputs; may be negative."""
     return tirx.floordiv(axis.size - residue + axis.stride - 1, axis.stride) - unit

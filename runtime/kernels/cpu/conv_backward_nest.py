@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -44,6 +45,8 @@ class Nest(Elements):
 
     shape: Convolution
     tiles: Tiles
+
+    packed_dtype: ClassVar[str] = "float32"  # of the packed weights
 
     # Channels
 

@@ -9,7 +9,8 @@
                 last block: + bias; sum and squared deviations to the thread's float64 partials; store y
     add up the threads' partials: mean and variance
 
-Takes every convolution; depthwise ones go to depthwise_forward.py, 3x3 ones to winograd_forward.py where that pays. A
+Takes every convolution; depthwise ones go to depthwise_forward.py, 3x3 ones to winograd_forward.py where that pays,
+those of bfloat16 to amx_forward.py where the CPU has tiles. A
 1x1 convolution of stride 1 sees one column of n*h*w pixels. Where the input has fewer channels than a vector has
 lanes, a row of the window is one reduction over columns and channels. Groups are convolved one after the other: with
 few channels a group fills few lanes.
@@ -35,7 +36,8 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
-from bnfuse.runtime.kernels.cpu import products, winograd_forward
+from bnfuse.runtime.kernels.cpu import amx_forward, products, winograd_forward
+from bnfuse.runtime.kernels.cpu.amx_forward import AmxNest, choose_amx_tiles
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
@@ -73,9 +75,10 @@ from bnfuse.runtime.targets.target import CpuTarget
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
+    tiles = ("amx",) if amx_forward.takes(problem, shape, target) else ()
     if not winograd_forward.takes(shape):
-        return ("direct",)
-    return ("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")
+        return (*tiles, "direct")
+    return (*tiles, *(("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")))
 
 
 def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
@@ -131,6 +134,8 @@ def nest(
     if shape.is_depthwise:
         return DepthwiseNest(problem, target, arguments, shape)
     flat = seen(problem)
+    if algorithm == "amx":
+        return AmxNest(problem, target, arguments, flat, choose_amx_tiles(flat, target))
     return ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target))
 
 

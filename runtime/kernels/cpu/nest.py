@@ -159,10 +159,31 @@ class PackedTile:
         self.shape, self.images, self.row_stride, self.lanes = shape, images, row_stride, lanes
         self.rows, self.columns = shape.packed_rows(rows), shape.packed_columns
         self.buffer: Buffer = workspace(images * self.rows * self.columns * row_stride, dtype)
-        step, left = shape.pack_step_w, shape.left
-        self.first = min(math.ceil(left / step), self.columns)  # the packed columns inside of the image
-        self.stop = max(self.first, min((shape.w - 1 + left) // step + 1, self.columns))
         self._clear_border()
+
+    @property
+    def first(self) -> int:
+        """Give the first packed column inside of the image."""
+        return min(math.ceil(self.shape.left / self.shape.pack_step_w), self.columns)
+
+    @property
+    def stop(self) -> int:
+        """Give the first packed column behind those inside of the image."""
+        last = (self.shape.w - 1 + self.shape.left) // self.shape.pack_step_w
+        return max(self.first, min(last + 1, self.columns))
+
+    def row_at(self, image: Expr, row: Expr) -> Expr:
+        """Write where a packed row starts."""
+        return (image * self.rows + row) * self.columns * self.row_stride
+
+    def column_at(self, column: Expr) -> Expr:
+        """Count the elements from the start of a packed row to one of its pixels."""
+        return column * self.row_stride
+
+    def clear_row(self, start: Expr) -> None:
+        """Zero the pixels of a packed row, which lies outside of the image."""
+        first, stop = self.first * self.row_stride, self.stop * self.row_stride
+        zero(self.buffer, start + first, stop - first, self.lanes)
 
     def at(self, image: Expr, row: Expr, column: Expr) -> Expr:
         """Write where the packed pixel under an output pixel (the top left of its window) starts."""
@@ -187,7 +208,7 @@ class PackedTile:
         rows = (place.rows - 1) * shape.step_h + (shape.r - 1) * shape.dilation_h + 1
         with T.serial(0, place.images) as image, T.serial(0, rows) as row:
             source = T.bind(place.row * shape.stride_h + row * shape.pack_step_h - shape.top)
-            target = T.bind((image * self.rows + row) * self.columns * self.row_stride)
+            target = T.bind(self.row_at(image, row))
             pixel = ((place.image + image) * shape.h + source) * shape.w
             pack_row = functools.partial(self._pack_row, target, pixel, pack_pixel)
             with T.If(tirx.And(source >= 0, source < shape.h)):
@@ -202,13 +223,12 @@ class PackedTile:
                     else:
                         pack_row(False)
                 with T.Else():
-                    start, stop = self.first * self.row_stride, self.stop * self.row_stride
-                    zero(self.buffer, target + start, stop - start, self.lanes)
+                    self.clear_row(target)
 
     def _pack_row(self, target: Expr, pixel: Expr, pack_pixel: PackPixel, stored: bool) -> None:
         with T.serial(0, self.stop - self.first) as j:
             source = T.bind(pixel + (self.first + j) * self.shape.pack_step_w - self.shape.left)
-            pack_pixel(T.bind(target + (self.first + j) * self.row_stride), source, stored)
+            pack_pixel(T.bind(target + self.column_at(self.first + j)), source, stored)
 
     def _clear_border(self) -> None:
         """Zero the columns that lie outside of the image: no tile writes them."""

@@ -1,0 +1,156 @@
+"""AMX's tiles in the gradients of convolutions, by emulation, and where they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiles
+from halves import ROUNDING, as_held, rounding
+from hypothesis import HealthCheck, given, settings
+from source_files import load
+from transposed_case import FORWARD, INPUT, WEIGHT, TransposedCase
+
+from bnfuse.runtime.kernels.cpu import amx_backward, tir
+from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.target import CpuTarget
+
+HERE = pathlib.Path(__file__).parent
+gradients, transposed = load(HERE / "test_conv_backward.py"), load(HERE / "test_conv_transpose.py")
+Case, FULL = gradients.Case, gradients.FULL
+TARGET, emulated = tiles.TARGET, tiles.emulated
+
+
+@tiles.NEEDS
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("ConvGrad", 2, 7, 7, 70, 24, slots=3), id="1x1"),
+        pytest.param(Case("ConvGrad", 3, 9, 8, 20, 35, (3, 3), pads=(1,) * 4), id="3x3"),
+        pytest.param(Case("ConvGrad", 2, 9, 8, 20, 35, (3, 3), (2, 1), (1,) * 4), id="3x3-strided"),
+        pytest.param(Case("ConvGrad", 1, 8, 7, 33, 17, (1, 1), (2, 2)), id="1x1-strided"),
+        pytest.param(Case("ConvGrad", 1, 6, 70, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)), id="rectangular"),
+        pytest.param(Case("ConvGradInput", 1, 40, 31, 16, 40, (5, 5), pads=(2,) * 4), id="5x5-several-tiles"),
+        pytest.param(Case("ConvGradWeight", 1, 70, 67, 16, 40, (5, 5), pads=(2,) * 4), id="5x5-weights"),
+    ],
+)
+def test_products_are_those_of_rounded_operands_and_sums_float32(emulated, case):
+    kernel = conv_backward(case.problem("bfloat16"), TARGET)
+    values = as_held(gradients.gradient_operands(case, np.random.default_rng(0)), TARGET)
+    if "weight" in values:
+        values["weight"] = values["weight"].astype(ml_dtypes.bfloat16).astype(np.float64)
+    expected = gradients.reference.run(gradients.parse(case.op), values, case.attributes)
+    for name, found in gradients.run(case, kernel, values).items():
+        error = np.linalg.norm(found - expected[name]) / np.linalg.norm(expected[name])
+        assert error < 1e-6 + rounding(name, found, TARGET), f"{name}: {error:.1e}"
+
+
+@tiles.NEEDS
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
+        Case(gradients.GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
+        Case("NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale", 2, 6, 8, 19, 21, (3, 2), pads=(0, 1, 2, 0)),
+    ],
+    ids=str,
+)
+def test_every_step_of_prologue_and_epilogue(emulated, case):
+    gradients.check(case, ROUNDING, TARGET)
+
+
+@tiles.NEEDS
+@settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(gradients.cases())
+def test_any_convolution(emulated, case):
+    wider = dataclasses.replace(case, op="ConvGrad", group=1, cin=case.cin + 15, cout=case.cout + 15)
+    gradients.check(wider, ROUNDING, TARGET)
+
+
+@tiles.NEEDS
+def test_wide_vectors_and_more_threads_than_tiles(emulated):
+    """As a CPU with tiles has them."""
+    case = Case(FULL, 1, 5, 6, 37, 45, (3, 3), pads=(1,) * 4, slots=3)
+    gradients.check(case, ROUNDING, dataclasses.replace(TARGET, lanes=16, threads=3))
+
+
+class Halved(TransposedCase):
+    """One whose maps are in 16 bits."""
+
+    def problem(self) -> Problem:
+        found = super().problem()
+        maps = tuple((name, dataclasses.replace(kind, dtype="bfloat16")) for name, kind in found.maps)
+        return dataclasses.replace(found, maps=maps)
+
+
+@tiles.NEEDS
+@pytest.mark.parametrize("op", [FORWARD[3], INPUT[2], WEIGHT[3]])
+def test_transposed_convolutions(emulated, op):
+    case = Halved(op, 2, 5, 6, 20, 22, (4, 4), (2, 2), (1, 1, 1, 1), slots=2)
+    transposed.check(case, target=TARGET, tolerance=2 * ROUNDING)
+
+
+# -- where they are used -------------------------------------------------------------------------------------------
+
+RAPIDS = CpuTarget("sapphirerapids", 16, 2, "bf16", amx=True)
+
+
+def problem(cin: int = 128, cout: int = 64, group: int = 1, dtype: str = "bfloat16", op: str = "ConvGrad") -> Problem:
+    x, y = (MapType(4, 14, 14, channels, channels, dtype) for channels in (cin, cout))
+    geometry = {"dilations": (1, 1), "group": group, "kernel_shape": (3, 3), "pads": (1,) * 4, "strides": (1, 1)}
+    return Problem(op, (("dy", y), ("x", x), ("dx", x)), tuple(geometry.items()), (cout, cin // group, 3, 3))
+
+
+def test_the_code_loads_two_tiles_of_either_side_for_four_products():
+    executable = tir.compile_function(conv_backward(problem(), RAPIDS).build(), RAPIDS)
+    code = executable.mod.inspect_source("asm")
+    count = {
+        name: len(re.findall(rf"\t{name}\b", code)) for name in ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")
+    }
+    assert count["tilezero"] == 4 and count["tdpbf16ps"] >= 8
+    assert count["tileloadd"] - count["tdpbf16ps"] == count["tilestored"] - 4  # sums: dx begins with zeros
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "first"),
+    [
+        (RAPIDS, problem(), "amx"),
+        (RAPIDS, problem(cin=8), "direct"),  # mostly zeros
+        (RAPIDS, problem(cout=8), "winograd"),
+        (RAPIDS, problem(group=4), "direct"),
+        (RAPIDS, problem(dtype="float32"), "winograd"),
+        (RAPIDS, problem(op="ConvGradImageReduce"), "winograd"),
+        (dataclasses.replace(RAPIDS, amx=False), problem(), "winograd"),
+    ],
+)
+def test_the_rule(target, given, first):
+    assert algorithms(given, target)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("size", "cin", "cout", "kernel", "columns", "expected"),
+    [
+        (56, 64, 256, 1, 256, (1, 1)),
+        (56, 64, 64, 3, 56, (1, 28)),
+        (14, 256, 256, 3, 14, (2, 14)),
+        (7, 512, 512, 3, 7, (4, 7)),
+    ],
+)
+def test_tiles(size, cin, cout, kernel, columns, expected):
+    x, y = (MapType(16, size, size, channels, channels, "bfloat16") for channels in (cin, cout))
+    pads = (kernel // 2,) * 4
+    geometry = {"dilations": (1, 1), "group": 1, "kernel_shape": (kernel,) * 2, "pads": pads, "strides": (1, 1)}
+    given = Problem("ConvGrad", (("dy", y), ("x", x), ("dx", x)), tuple(geometry.items()), (cout, cin, kernel, kernel))
+    plan = amx_backward.plan_of(given, RAPIDS)
+    assert (plan.shape.columns.size, (plan.tiles.images, plan.tiles.rows)) == (columns, expected)

@@ -1,0 +1,27 @@
+"""A whole step whose convolutions multiply by AMX's tiles, emulated."""
+
+from __future__ import annotations
+
+import pathlib
+
+import tiles
+from source_files import load
+
+from bnfuse.runtime import SGD, compile_step
+from bnfuse.runtime.codegen import build
+from bnfuse.runtime.targets import cpus
+
+halves = load(pathlib.Path(__file__).with_name("test_halves_step.py"))
+emulated = tiles.emulated
+
+
+@tiles.NEEDS
+def test_gradients_are_those_of_the_step_without_tiles_within_rounding(emulated, monkeypatch):
+    """Of one batch in four, as in test_halves_step.py: it rounds weights and activated pixels, which others do not."""
+    graph = halves.gpu.graph_of("icf")
+    plain = compile_step(graph, threads=2, precision="bf16")
+    monkeypatch.setattr(build, "usable_cpus", lambda: 1)  # workers would write the instructions
+    monkeypatch.setattr(cpus, "AMX", ())  # which this processor need not have
+    by_tiles = compile_step(graph, target=tiles.TARGET, optimizer=SGD(0.02), cache=False)
+    errors = [max(halves.gpu.gradient_errors(by_tiles, plain, halves.nets.batch(i)).values()) for i in range(4)]
+    assert 1e-4 < min(errors) < halves.TOLERANCE, errors
