@@ -141,7 +141,7 @@ def test_the_rule(target, given, first):
 @pytest.mark.parametrize(
     ("size", "cin", "cout", "kernel", "columns", "expected"),
     [
-        (56, 64, 256, 1, 256, (1, 1)),
+        (56, 64, 256, 1, 896, (1, 1)),
         (56, 64, 64, 3, 56, (1, 28)),
         (14, 256, 256, 3, 14, (2, 14)),
         (7, 512, 512, 3, 7, (4, 7)),

@@ -82,8 +82,9 @@ def _tiles(images: int, rows: int, lanes: int) -> Tiles:
 
 def _fits(plan: Plan) -> bool:
     shape, tiles = plan.shape, plan.tiles
-    positions = tiles.images * (tiles.rows + 2) * (shape.columns.units + 2)
-    return positions <= 2 * POSITIONS and 2 * positions * (2 * shape.cout + shape.cin + 64) <= TILE_BYTES
+    rows, columns = (axis.high - axis.low for axis in (shape.rows, shape.columns))
+    positions = tiles.images * (tiles.rows + rows) * (shape.columns.units + columns)
+    return positions <= 2 * POSITIONS and 2 * positions * (2 * shape.cout + shape.cin) <= TILE_BYTES
 
 
 def cost(plan: Plan, target: CpuTarget) -> float:
