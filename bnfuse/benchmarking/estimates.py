@@ -18,7 +18,7 @@ from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.launches import launch_workload
 from bnfuse.estimating.training import training_workload
-from bnfuse.estimating.workload import Workload
+from bnfuse.estimating.workload import Workload, in_precision
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.measuring.limits import Limits
 
@@ -106,10 +106,10 @@ def predicted_launches(step: Any, limits: Limits, threads: int) -> list[float]:
     return [layer.time_s for layer in found.layers]
 
 
-def workload_of(rewritten: Any) -> Workload:
+def workload_of(rewritten: Any, precision: str = "fp32") -> Workload:
     """Make the workload of what `rewrite` returned, with the update that a benchmark's steps have: SGD with
     momentum."""
-    return training_workload(open_graph(rewritten), optimizer="momentum")
+    return in_precision(training_workload(open_graph(rewritten), optimizer="momentum"), precision)
 
 
 def compare(

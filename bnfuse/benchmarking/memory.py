@@ -11,6 +11,7 @@ torch.compile compiles here, so that its setup has the compiler in it.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ def measure(asked: dict[str, Any]) -> dict[str, int | None]:
 def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
     """Import what a compiled step needs. Gives what loads the step from its file and makes a candidate of it."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it, and its memory would be ours
+    importlib.import_module("bnfuse.runtime.backends.cpu.runner")  # TVM's libraries are none of the step's
     from bnfuse.benchmarking.candidates import CompiledCandidate
     from bnfuse.runtime import load_step
     from bnfuse.training import random_feeds

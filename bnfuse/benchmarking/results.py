@@ -138,7 +138,9 @@ class Benchmark:
 
     def sections(self) -> list[Section]:
         """Show times, ratios, compile times, profiles and the machine."""
-        title = f"A training step of {self.model}, {self.repetitions} repetitions"
+        precision = self.machine.get("precision", "fp32")
+        how = "" if precision == "fp32" else f" in {precision}"
+        title = f"A training step of {self.model}{how}, {self.repetitions} repetitions"
         columns = ("candidate", "min", "median", "forward min", "backward min", "peak memory", "min against first")
         rows = [(r.name, *cells(r), self._against_first(r)) for r in self.results]
         sections = [Section.table(title, columns, rows)]

@@ -213,7 +213,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
         file = folder / f"{index}.bnf"
         if plan.memory:
             step.export(file)
-        workload = workload_of(rewrite_variant(graph, variant)) if plan.estimate else None
+        workload = workload_of(rewrite_variant(graph, variant), plan.precision) if plan.estimate else None
         record = Record(variant.name, file, variant, workload=workload)
         ours.append((own_candidate(variant.name, step, feeds, plan), record))
     return ours + baselines

@@ -23,6 +23,7 @@ class Comparison:
         return {
             "name": self.name,
             "hardware": dataclasses.asdict(first.hardware),
+            "precision": first.precision,
             "results": [{"level": x.workload, "ratio": x.time_s / first.time_s, **x.to_json()} for x in self.estimates],
         }
 
@@ -50,7 +51,7 @@ class Comparison:
             for each in self.estimates
         ]
         columns = ("level", "time", "ratio", "forward", "backward", "stalled", "in", "out", "compute utilization")
-        title = f"{self.name}, batch {first.batch}, on {first.hardware.name}"
+        title = f"{self.name}, batch {first.batch}, on {first.place}"
         return [Section.table(title, columns, rows), self.type_section()]
 
     def type_section(self) -> Section:

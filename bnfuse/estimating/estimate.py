@@ -62,7 +62,7 @@ def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | 
             )
         )
         bus.next()
-    return Estimate(workload.name, workload.batch, hardware, chosen, tuple(rows))
+    return Estimate(workload.name, workload.batch, hardware, chosen, tuple(rows), workload.precision)
 
 
 def operations(layer: Layer, assumptions: Assumptions) -> float:

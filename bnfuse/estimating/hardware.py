@@ -11,8 +11,8 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """`flops` in FLOP/s, float32; `bandwidth` of the off-chip memory in bytes/s, both directions together; `cache` the
-    bytes of the last level on the chip.
+    """`flops` in FLOP/s, of float32 unless `in_precision` took another's; `bandwidth` of the off-chip memory in
+    bytes/s, both directions together; `cache` the bytes of the last level on the chip.
 
     `cache_bandwidth`: bytes/s of that cache, where it is known to matter (None: it never holds a layer up, as in
     [Tsai21]).
@@ -43,6 +43,16 @@ PROFILES = {
         Hardware("h100", "NVIDIA H100 SXM5, HBM3", 66.9e12, 3350e9, 50 * MIB),
     )
 }
+# FLOP/s of matrix products with float32 sums by data sheet, without sparsity, where they are not float32's
+PRODUCTS = {
+    ("rtx2080ti", "fp16"): 53.8e12,
+    ("a100", "tf32"): 156e12,
+    ("a100", "bf16"): 312e12,
+    ("a100", "fp16"): 312e12,
+    ("h100", "tf32"): 494.7e12,
+    ("h100", "bf16"): 989.4e12,
+    ("h100", "fp16"): 989.4e12,
+}
 HOST = "host"  # measured on this machine (probe.py)
 
 
@@ -51,3 +61,11 @@ def profile(name: str) -> Hardware:
     if name not in PROFILES:
         raise BnfuseError(f"no hardware '{name}': there are {', '.join(PROFILES)} and {HOST}")
     return PROFILES[name]
+
+
+def in_precision(hardware: Hardware, precision: str) -> Hardware:
+    """Give the hardware at the rate of a precision's products, float32's where no other is known.
+
+    What computes elementwise is given that rate too: it waits for memory at either.
+    """
+    return dataclasses.replace(hardware, flops=PRODUCTS.get((hardware.name, precision), hardware.flops))

@@ -9,6 +9,7 @@ Shapes are all that is needed, so networks without weights will do. What a backw
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from bnfuse.core.errors import at_node
 from bnfuse.estimating import operations
 from bnfuse.estimating.assumptions import check_choice, check_times
 from bnfuse.estimating.order import Order, arranged
-from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload, is_stored_image
 from bnfuse.models.count import parameters_of
 from bnfuse.opset.traffic import RESHAPES
 
@@ -145,11 +146,13 @@ class Tape:
         if self.works_in_place(node):
             self.by_name[first.name] = self.tensor_of(node.inputs[0], node)
         else:
-            self.by_name[first.name] = self.new(first.name, size(first, node), "map", kept=is_loss(node))
+            self.by_name[first.name] = self.new(
+                first.name, size(first, node), "map", kept=is_loss(node), shape=first.shape
+            )
         for value in more:
             kind: Kind = "vector" if operations.layer_type(node) in ("BatchNorm", "LayerNorm") else "map"
             running = node.op == "BatchNormalization"
-            self.by_name[value.name] = self.new(value.name, size(value, node), kind, kept=running)
+            self.by_name[value.name] = self.new(value.name, size(value, node), kind, kept=running, shape=value.shape)
         found = [self.by_name[value.name] for value in node.outputs]
         if node.op == "BatchNormalization":  # the batch's mean and 1/sigma, for the backward layer
             found.append(self.new(statistics_of(node), 2 * size(node.inputs[1], node), "vector"))
@@ -279,9 +282,18 @@ class Tape:
                 self.trained.add(self.by_name[value.name])
         return self.by_name[value.name]
 
-    def new(self, name: str, count: int, kind: Kind, *, given: bool = False, kept: bool = False) -> int:
+    def new(
+        self,
+        name: str,
+        count: int,
+        kind: Kind,
+        *,
+        given: bool = False,
+        kept: bool = False,
+        shape: Sequence[int] = (),
+    ) -> int:
         """Add a tensor. Gives its index."""
-        self.tensors.append(Tensor(name, count, kind, given, kept))
+        self.tensors.append(Tensor(name, count, kind, given, kept, is_stored_image(kind, shape)))
         return len(self.tensors) - 1
 
     def new_gradient(self, value: gs.Tensor, node: gs.Node, giver: str = "") -> int:
@@ -295,7 +307,7 @@ class Tape:
         kind: Kind = "map_gradient"
         if weight:
             kind = "weight_gradient" if len(value.shape) > 1 else "vector"
-        return self.new(name, size(value, node), kind, kept=weight and not further)
+        return self.new(name, size(value, node), kind, kept=weight and not further, shape=value.shape)
 
     def access(self, tensor: int, part: int | None = None, sweeps: int = 1) -> Access:
         """Make an access to a tensor, or to so many bytes of it."""

@@ -31,6 +31,11 @@ class Request:
     cache: str | float | None = option(None, "Its cache: 24MB (of 2^20).", metavar="B")
     bandwidth: str | float | None = option(None, "Its memory bandwidth: 616GB/s.", metavar="B/s")
     flops: str | float | None = option(None, "Its rate of computing: 13.45TFLOP/s.", metavar="FLOP/s")
+    precision: str = option(
+        "fp32",
+        "What maps are stored in, and the rate of products: fp32, tf32, bf16, fp16.",
+        metavar="P",
+    )
     measure: bool = option(False, "Measure the host again.")
     levels: Sequence[str] = option((), "Levels to compare: none,rcf,mvf,bnff,icf.", metavar="L,...", flag="--level")
     sweep: str | None = option(

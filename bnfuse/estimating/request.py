@@ -23,7 +23,7 @@ from bnfuse.core.figures import require_plotting, save_figure
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.estimating import figures, plots
-from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.assumptions import Assumptions, check_choice
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, Hardware
@@ -47,6 +47,7 @@ from bnfuse.estimating.workload import Workload
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import entry_of
 from bnfuse.parallel.ranks import BUCKET
+from bnfuse.runtime.targets.arch import PRECISIONS
 
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
 
@@ -57,6 +58,7 @@ def answer(request: Request, progress: Progress = quiet) -> Any:
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
+    check_choice("precision", request.precision, PRECISIONS)
     if request.plot is not None:
         require_plotting(request.plot)
         require_apart(request.source, request.plot)
@@ -166,6 +168,7 @@ def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumpti
         cache=read(parse_bytes, request.cache),
         bandwidth=read(parse_bandwidth, request.bandwidth),
         flops=read(parse_flops, request.flops),
+        precision=request.precision,
         fresh=request.measure,
         progress=progress,
     )
@@ -187,6 +190,7 @@ def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:
         passes=passes,
         views=request.views,
         optimizer=request.optimizer,
+        precision=request.precision,
         **request.signature,
     )
 

@@ -50,6 +50,7 @@ class Estimate:
     hardware: Hardware
     assumptions: Assumptions
     layers: tuple[LayerEstimate, ...]
+    precision: str = "fp32"
 
     @functools.cached_property
     def time_s(self) -> float:
@@ -75,6 +76,11 @@ class Estimate:
     def traffic_out_bytes(self) -> int:
         """Bytes stored."""
         return sum(layer.out_bytes for layer in self.layers)
+
+    @property
+    def place(self) -> str:
+        """The hardware, and the precision where it is not float32."""
+        return self.hardware.name + ("" if self.precision == "fp32" else f", {self.precision}")
 
     @property
     def traffic_bytes(self) -> int:
@@ -131,6 +137,7 @@ class Estimate:
         return {
             "workload": self.workload,
             "batch": self.batch,
+            "precision": self.precision,
             "hardware": dataclasses.asdict(self.hardware),
             "assumptions": dataclasses.asdict(self.assumptions),
             "time_s": self.time_s,
@@ -162,7 +169,7 @@ class Estimate:
 
     def total_section(self) -> Section:
         """Show the totals."""
-        title = f"{self.workload}, batch {self.batch}, on {self.hardware.name}: {count(len(self.layers), 'layer')}"
+        title = f"{self.workload}, batch {self.batch}, on {self.place}: {count(len(self.layers), 'layer')}"
         rows = [
             ("time", duration(self.time_s)),
             ("computing", duration(self.compute_s)),

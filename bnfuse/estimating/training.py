@@ -9,6 +9,7 @@ when a graph is compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from bnfuse.estimating.node_costs import Costs, costs_of
 from bnfuse.estimating.options import Optimizer, Order
 from bnfuse.estimating.order import arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
-from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload, is_stored_image
 from bnfuse.graph import exchanges
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.plain import PlainOp
@@ -163,7 +164,8 @@ class _Builder:
         if (index := self._index.get(value)) is None:
             given = value.producer() is None or value in self._constants
             kind, kept = self._kind(value, phase), value in self._kept
-            index = self._add(Tensor(str(value.name), size_of(value), kind, given=given, kept=kept))
+            image = value.dtype in (None, ir.DataType.FLOAT) and is_stored_image(kind, dims(value))
+            index = self._add(Tensor(str(value.name), size_of(value), kind, given, kept, is_image=image))
             self._index[value] = index
             self._widths[index] = max(width_of(value), 1)
         return index
@@ -174,7 +176,7 @@ class _Builder:
 
     def _mark_kept(self, index: int) -> None:
         old = self.tensors[index]
-        self.tensors[index] = Tensor(old.name, old.bytes, old.kind, old.given, kept=True)
+        self.tensors[index] = dataclasses.replace(old, kept=True)
 
     def _kind(self, value: ir.Value, phase: Phase) -> Kind:
         """By role, else by shape: what has no image axis is per channel (of rank 1), or made of weight gradients."""

@@ -20,7 +20,7 @@ SIMULATED = ("bucket", "jitter", "sharded")  # of the simulation, not of the pap
 BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap", "latency", *SIMULATED)
 OF_GRAPHS = ("order", "optimizer", "views")
 FLAGS = {field.name: flag_of(field) for field in dataclasses.fields(Request)}
-OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "roofline", "workers")
+OF_CACHES = ("cache", "bandwidth", "flops", "precision", "measure", "levels", "sweep", "reuse", "roofline", "workers")
 
 
 def refuse_unread(request: Request) -> None:

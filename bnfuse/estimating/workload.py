@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["data", "weight", "map", "map_gradient", "weight_gradient", "vector"]
+HALVES = ("bf16", "fp16")  # precisions that store maps in 16 bits
 NEVER = 1 << 60  # the next use of what is not used again
 
 
@@ -21,7 +23,8 @@ class Tensor:
     """`bytes` at the stored type. `vector` is what has an entry per channel or less: statistics, coefficients.
 
     `given`: off-chip memory holds it before the iteration (data, weights). `kept`: off-chip memory must hold it
-    after the iteration (weight gradients, running statistics, the loss).
+    after the iteration (weight gradients, running statistics, the loss). `is_image`: it has more than one pixel, so a
+    precision of 16 bits stores it in these.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Tensor:
     kind: Kind
     given: bool = False
     kept: bool = False
+    is_image: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +105,13 @@ class Touch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """`batch` samples an iteration."""
+    """`batch` samples an iteration; `precision` is what maps are stored in, and products computed."""
 
     name: str
     batch: int
     tensors: tuple[Tensor, ...]
     layers: tuple[Layer, ...]
+    precision: str = "fp32"
 
     @property
     def flops(self) -> int:
@@ -126,6 +131,32 @@ class Workload:
             found.append(touches)
         found.reverse()
         return found
+
+
+def in_precision(workload: Workload, precision: str) -> Workload:
+    """Give the workload of a step in a precision: in bf16 and fp16 maps of more than one pixel have half of the bytes,
+    and all else is float32."""
+    if precision not in HALVES:
+        return dataclasses.replace(workload, precision=precision)
+    tensors = workload.tensors
+
+    def halved(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(dataclasses.replace(a, bytes=a.bytes // 2) if tensors[a.tensor].is_image else a for a in accesses)
+
+    return dataclasses.replace(
+        workload,
+        tensors=tuple(dataclasses.replace(t, bytes=t.bytes // 2) if t.is_image else t for t in tensors),
+        layers=tuple(
+            dataclasses.replace(layer, reads=halved(layer.reads), writes=halved(layer.writes))
+            for layer in workload.layers
+        ),
+        precision=precision,
+    )
+
+
+def is_stored_image(kind: Kind, shape: Sequence[int]) -> bool:
+    """Tell whether a tensor is a map, or a map's gradient, of more than one pixel."""
+    return kind in ("map", "map_gradient") and len(shape) == 4 and shape[2] * shape[3] > 1
 
 
 def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]]) -> list[Touch]:

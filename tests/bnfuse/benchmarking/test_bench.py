@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -398,3 +399,16 @@ def test_limits_are_rates(monkeypatch):
     monkeypatch.setattr(limits, "SIDE", 128)
     assert limits.numpy_rate() > 1e6
     assert copy_rate(1, 1 << 16) > 1e6
+
+
+def test_the_libraries_of_a_step_are_loaded_before_its_memory_counts():
+    """As torch is before that of torch's."""
+    script = """
+import pathlib, sys
+import numpy as np
+from bnfuse.benchmarking import memory
+assert "tvm" not in sys.modules
+memory.prepare_own(pathlib.Path("no.bnf"), "icf", np.random.default_rng(0), 1)
+assert "tvm" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

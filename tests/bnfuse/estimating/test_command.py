@@ -11,6 +11,8 @@ import bnfuse
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.hardware import MIB, PROFILES
+from bnfuse.estimating.source import workloads
+from bnfuse.estimating.workload import in_precision
 
 NETWORK = ["densenet40", "--set", "growth=4", "--set", "depth=2", "--batch", "4", "--image", "8"]
 TOTALS = (
@@ -282,3 +284,43 @@ def test_assumptions_have_a_range(refused, train):
     assert "at most 100" in refused(train, "--assume", f"mac_operations={10**400}")
     assert "at most 100" in refused("resnet20", "--assume", "norm_sweeps=1000")
     assert "from 0 to 1e18" in refused("resnet20", "--hardware", "2r2g", "--assume", "clock=inf")
+
+
+def test_bf16_halves_the_maps_and_has_the_rate_of_its_products(ask, train):
+    wide, narrow = (ask(train, "--hardware", "h100", "--cache", "8KB", "--precision", p) for p in ("fp32", "bf16"))
+    assert (wide["precision"], narrow["precision"]) == ("fp32", "bf16")
+    assert narrow["hardware"]["flops"] == 989.4e12 > wide["hardware"]["flops"] == PROFILES["h100"].flops
+    assert narrow["flops"] == wide["flops"] and narrow["compute_s"] < wide["compute_s"] / 10
+    whole, half = (sum(layer["in_bytes"] + layer["out_bytes"] for layer in found["layers"]) for found in (wide, narrow))
+    assert half < whole
+    text = str(bnfuse.estimate(train, hardware="h100", precision="bf16"))
+    assert "on h100, bf16" in text
+
+
+@pytest.mark.parametrize("source", [NETWORK, None])
+def test_a_map_has_two_bytes_an_element_and_all_else_four(source, train):
+    if source is None:
+        (workload,) = workloads(train)
+    else:
+        (workload,) = workloads("densenet40", zoo={"growth": 4, "depth": 2, "batch": 4, "image": 8})
+    narrow = in_precision(workload, "bf16")
+    kinds = {"halved": set(), "whole": set()}
+    for before, after in zip(workload.tensors, narrow.tensors, strict=True):
+        assert after.bytes in (before.bytes, before.bytes // 2)
+        kinds["halved" if after.bytes < before.bytes else "whole"].add(before.kind)
+    assert kinds["halved"] == {"map", "map_gradient"}
+    assert kinds["whole"] >= {"data", "weight", "vector", "weight_gradient"}
+    for before, after in zip(workload.layers, narrow.layers, strict=True):
+        for wide, half in zip(before.accesses, after.accesses, strict=True):
+            assert half.bytes == wide.bytes // (2 if workload.tensors[wide.tensor].is_image else 1)
+    assert in_precision(workload, "tf32").tensors == workload.tensors
+
+
+def test_a_rate_that_is_given_is_that_of_the_precision(ask, train):
+    found = ask(train, "--precision", "bf16", "--hardware", "h100", "--flops", "1TFLOP/s")
+    assert found["hardware"]["flops"] == 1e12
+    assert ask(train, "--precision", "bf16", "--hardware", "i9-10980xe")["hardware"]["flops"] == 2.765e12
+
+
+def test_an_unknown_precision_is_refused(refused, train):
+    assert "precision=int8 is unknown: it is fp32 or tf32 or bf16 or fp16" in refused(train, "--precision", "int8")
