@@ -149,8 +149,9 @@ def test_a_flipped_bit_anywhere_is_one_line_or_harmless(exported):
         lambda program: program["launches"][0].__setitem__(0, "sideways"),
         lambda program: program["launches"][0][3].__setitem__(0, [9999, "in"]),
         lambda program: program["storages"][0].__setitem__(1, 10**9),
+        lambda program: [storage.__setitem__(1, 4) for storage in program["storages"] if storage[2] > 1],
     ],
-    ids=["huge", "negative", "kernel", "phase", "storage", "outside"],
+    ids=["huge", "negative", "kernel", "phase", "storage", "outside", "unaligned"],
 )
 def test_a_program_that_does_not_hold_together_is_refused(exported, change):
     with zipfile.ZipFile(exported) as file:

@@ -72,9 +72,12 @@ class CpuRunner:
         return self.library.functions[launch.kernel], arguments, late
 
     def _tensor(self, storage: int) -> Any:
-        """Wrap a storage as kernels take it; no copy."""
+        """Wrap a storage as kernels take it; no copy. Raises BnfuseError for one that lies where they cannot."""
         if storage not in self._tensors:
-            self._tensors[storage] = tvm.runtime.from_dlpack(as_bits(self.memory.flat(storage)))
+            elements = as_bits(self.memory.flat(storage))
+            if elements.ctypes.data % p.ALIGNMENT:  # vector loads would end the process
+                raise BnfuseError(f"storage {storage} is not aligned: compile the model again")
+            self._tensors[storage] = tvm.runtime.from_dlpack(elements)
         return self._tensors[storage]
 
     def another(self, region: str) -> Block:
