@@ -77,6 +77,7 @@ class Param:
     elements: int
     dtype: str = "float32"
     is_map: bool = False  # maps have an int32 offset among the trailing arguments
+    length: str = ""  # where code learns it in each launch: parameters of one name have as many elements
 
 
 @dataclasses.dataclass(frozen=True)

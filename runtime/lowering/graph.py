@@ -339,7 +339,8 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         present = {name: tensors[output] for name, output in pairs.items() if output in tensors}
         return {name: _tensor(low, value, low.destinations[value]) for name, value in present.items()}
 
-    taken = {launch.kernel: p.given(launch, storages) for launch in low.launches}
+    lengths = [[param.length for param in low.made[request].params] for request in low.requests]
+    takes = {x.kernel: p.taken(x, storages, lengths[x.kernel]) for x in low.launches if not x.exchanges}
     program = p.Program(
         regions=regions,
         storages=storages,
@@ -356,7 +357,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         classes={name: dataclasses.asdict(c) for name, c in classes_of(low.graph, signature.labels).items()},
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
-        takes=[taken[index] for index in range(len(low.requests))],
+        takes=[takes[index] for index in range(len(low.requests))],
         finite=low.finite,
         norm=low.norm,
         seed=low.seed,

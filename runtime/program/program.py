@@ -180,7 +180,7 @@ class Program:
     classes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of integer labels, by input
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
-    takes: list[str] = dataclasses.field(default_factory=list)  # of each kernel: `given` of its launches
+    takes: list[str] = dataclasses.field(default_factory=list)  # of each kernel (`taken`)
     sampling: str = ""  # what the session draws (bnfuse/graph/sampling.py); nothing in a file of an earlier version
     refused: str = ""  # of an evaluation: why there is none
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
@@ -241,6 +241,30 @@ def given(launch: Launch, storages: Sequence[Storage]) -> str:
     return " ".join(map(word, launch.arguments))
 
 
+def taken(launch: Launch, storages: Sequence[Storage], lengths: Sequence[str]) -> str:
+    """Say what the kernel of a launch takes: as `given`, with a name where a buffer's length may be any. `lengths` has
+    these names, "" for none, buffer by buffer."""
+    words = given(launch, storages).split()
+    for place, name in enumerate(lengths):
+        if name:
+            words[place] = f"{words[place].partition('*')[0]}*{name}"
+    return " ".join(words)
+
+
+def fits(found: str, wanted: str) -> bool:
+    """Tell whether what is `given` is what is `taken`, with one and the same number in the place of each name."""
+    numbers: dict[str, str] = {}
+
+    def same(one: str, other: str) -> bool:
+        kind, _, size = other.partition("*")
+        if size and not size.isdigit():
+            other = f"{kind}*{numbers.setdefault(size, one.partition('*')[2])}"
+        return one == other
+
+    words, others = found.split(), wanted.split()
+    return len(words) == len(others) and all(map(same, words, others))
+
+
 def refusal(why: str) -> Program:
     """Make the program in the place of an evaluation that the graph has not."""
     return Program({}, [], [], [], {}, {}, {}, {}, {}, {}, {}, Report(), refused=why)
@@ -290,7 +314,7 @@ def check(program: Program) -> None:
             raise ValueError(f"node '{launch.node}' has no such phase or kernel")
         if launch.exchanges:
             check_exchange(program, launch)
-        elif program.takes and program.takes[launch.kernel] != given(launch, program.storages):
+        elif program.takes and not fits(given(launch, program.storages), program.takes[launch.kernel]):
             raise ValueError(f"node '{launch.node}' gives '{program.name_of(launch)}' other arguments than it takes")
     if not isinstance(program.ranks, int) or program.ranks < 1:
         raise ValueError(f"it is for {program.ranks} ranks")

@@ -16,7 +16,13 @@ import pytest
 
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.models import build_forward
+from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, Step, compile_step, load_step
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.compile import lower_graph
+from bnfuse.runtime.program import program as p
 
 BATCH, FEATURES, CLASSES = 4, 8, 3
 
@@ -189,6 +195,25 @@ def test_a_storage_of_another_size_is_refused(exported):
     program["storages"][taken][2] -= 1
     message = one_line(rewritten(exported, programs={**programs, "training": json.dumps(program)}))
     assert "other arguments than it takes" in message
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90"])
+def test_one_kernel_serves_layers_of_any_width(target):
+    """A CPU's kernels of coefficients have no length; what they are given has one."""
+    graph = build_training_graph(build_forward("densenet40", batch=2, image=8, depth=2, growth=4))
+    found = rewrite(open_graph(graph).model, level="icf").model
+    program = lower_graph(open_graph(found), resolve(target, precision="bf16"), SGD(0.1))[0].program
+    text = p.to_json(program)
+    p.from_json(text, program.initial)
+    finalize = [launch for launch in program.launches if "finalize" in launch.node]
+    assert len({p.given(launch, program.storages) for launch in finalize}) > 2
+    if target == "cpu":
+        assert len({launch.kernel for launch in finalize if launch.phase == "forward"}) == 1
+    data = json.loads(text)
+    first = data["storages"][finalize[0].buffers[0].storage]
+    first[2] += 8
+    with pytest.raises(BnfuseError, match="other arguments than it takes"):
+        p.from_json(json.dumps(data), program.initial)
 
 
 def test_the_code_of_another_kernel_is_one_line(exported):

@@ -40,31 +40,35 @@ class GroupProblem:
 def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
     """Make the kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
-    params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]
+    params = [
+        dataclasses.replace(p, name=param_name(p.name, i, loops), length=_length(loop, p, i))
+        for i, loop in enumerate(loops)
+        for p in loop.params
+    ]
     problem = loops[0].problem if len(loops) == 1 else GroupProblem(tuple(loop.problem for loop in loops))
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, tuple(params), lambda: _function(name, loops))
 
 
 def _function(name: str, loops: list[Loop]) -> Any:
+    lengths: dict[str, Any] = {}
     symbolic = []
     for i, loop in enumerate(loops):
-        length, longer, rows = (tirx.Var(f"{name}_{i}", "int32") for name in ("channels", "total", "rows"))
-        symbolic += [
-            dataclasses.replace(p, name=param_name(p.name, i, loops), elements=_length(loop, p, length, longer, rows))
-            for p in loop.params
-        ]
+        for p in loop.params:
+            length = _length(loop, p, i)
+            elements = lengths.setdefault(length, tirx.Var(f"{name}_{length}", "int32")) if length else p.elements
+            symbolic.append(dataclasses.replace(p, name=param_name(p.name, i, loops), elements=elements))
     with tir.function(name, symbolic, may_alias=len(loops) > 1) as args:
         for i, loop in enumerate(loops):
             _emit_loop(args, loop, {p.name: param_name(p.name, i, loops) for p in loop.params})
     return args.result
 
 
-def _length(loop: Loop, param: Param, length: Any, longer: Any, rows: Any) -> Any:
-    """Give the elements of a parameter's buffer: known to the code only where it has rows with a pitch."""
+def _length(loop: Loop, param: Param, number: int) -> str:
+    """Name the length of a parameter's buffer; nothing where the code knows it, of rows with a pitch."""
     if param.name in loop.rows:
-        return param.elements if loop.pitch else rows
-    return longer if param.is_map else length
+        return "" if loop.pitch else f"rows_{number}"
+    return f"total_{number}" if param.is_map else f"channels_{number}"
 
 
 def _emit_loop(args: tir.Arguments, loop: Loop, names: Mapping[str, str]) -> None:
