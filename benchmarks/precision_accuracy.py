@@ -3,61 +3,22 @@
     python benchmarks/precision_accuracy.py --out accuracy.jsonl          # again: what is missing
     python benchmarks/precision_accuracy.py --out accuracy.jsonl --show   # a table
 
-Three seeds, each in both precisions. SGD with momentum, a cosine from --lr with half an epoch of warm-up, flips and
-shifted crops, level icf. A seed decides the initial values, the order of images and their augmentation. Each run is a
-process of `bnfuse train`, and a line of JSON as soon as it is done: the accuracy after the last epoch on all 10,000
-images of the test part, and seconds, which are for planning alone. Needs Debian's dataset-fashion-mnist.
+Three seeds, each in both precisions, level icf. fashion_accuracy.py says how they train.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from ranks_accuracy import IMAGE, write_data
+from fashion_accuracy import IMAGE, Line, lines_of, parser_of, run_missing, train
 
 import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
 
 PRECISIONS = ("fp32", "bf16")
-
-
-def run(precision: str, seed: int, data: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train once. Raises SystemExit with what was said where it fails."""
-    graph, metrics = folder / "train.onnx", folder / "run.jsonl"
-    forward = build_forward(options.network, batch=options.batch, image=IMAGE, channels=1, classes=10, seed=seed)
-    bnfuse.save(bnfuse.rewrite(build_training_graph(forward), level="icf").model, graph)
-    metrics.unlink(missing_ok=True)
-    begun = time.perf_counter()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "bnfuse", "train", str(graph), "--data", str(data), "--seed", str(seed)),
-            *("--epochs", str(options.epochs), "--eval-every", str(options.epochs), "--lr", str(options.lr)),
-            *("--weight-decay", "2e-4", "--warm-up", "0.5", "--augment", "flip,pad-crop:2"),
-            *("--threads", str(options.threads), "--precision", precision, "--metrics", str(metrics)),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"{options.network} {precision}, seed {seed}: {done.stderr[-2000:]}")
-    last = json.loads(metrics.read_text().splitlines()[-1])
-    seconds = round(time.perf_counter() - begun, 1)
-    return {
-        "precision": precision,
-        "seed": seed,
-        "accuracy": last["accuracy"],
-        "loss": last["loss"],
-        "seconds": seconds,
-    }
 
 
 def show(lines: list[dict[str, Any]]) -> str:
@@ -76,32 +37,20 @@ def show(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--network", default="resnet20")
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--images", type=int, default=8_000, help="of the training part")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     if options.show:
-        print(show(lines))
+        print(show(lines_of(options.out)))
         return
-    recipe = {name: getattr(options, name) for name in ("network", "batch", "images", "epochs", "lr")}
-    done = {(line["precision"], line["seed"]) for line in lines if recipe.items() <= line.items()}
-    with tempfile.TemporaryDirectory(prefix="bnfuse-accuracy-") as place:
-        data = write_data(Path(place), options.images)
-        for seed in range(options.seeds):
-            for precision in PRECISIONS:
-                if (precision, seed) not in done:
-                    found = {**run(precision, seed, data, Path(place), options), **recipe}
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(found) + "\n")
-                    print(json.dumps(found), flush=True)
+
+    def once(precision: str, seed: int, data: Path) -> Line:
+        forward = build_forward(options.network, batch=options.batch, image=IMAGE, channels=1, classes=10, seed=seed)
+        model = bnfuse.rewrite(build_training_graph(forward), level="icf").model
+        return train(model, seed, data, options, "--threads", str(options.threads), "--precision", precision)
+
+    run_missing(options, "precision", PRECISIONS, {"batch": options.batch}, once)
 
 
 if __name__ == "__main__":
