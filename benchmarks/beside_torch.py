@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import fnmatch
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -107,30 +106,17 @@ def loss_of(network: Network, target: str) -> Any:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all candidates of a network in turns."""
     warnings.filterwarnings("ignore")
-    from bnfuse.measuring import idle
+    from turns import in_turns
 
     network = of_batch(networks()[name], options.batch)
     candidates, told = candidates_of(name, network, options)
-    for candidate in candidates:
-        for _ in range(2):
-            candidate.run()
-            idle.settle()
-    idle.wait_for_idle(options.wait)
-    before = idle.take_sample()
-    steps: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    for _ in range(options.repetitions):
-        for candidate in candidates:
-            steps[candidate.name].append(candidate.run().step)
-            idle.settle()
-    others = idle.others_between(before, idle.take_sample())
     return {
         "name": name,
         "target": options.target,
         "precision": options.precision,
         "shape": network.shapes[0],
         "threads": options.threads,
-        "cores_of_others": others if others is None else round(others, 2),
-        "steps": {key: {"min": min(times), "median": statistics.median(times)} for key, times in steps.items()},
+        **in_turns({candidate.name: candidate for candidate in candidates}, options.repetitions, options.wait),
         "compiling": told,
     }
 

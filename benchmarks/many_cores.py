@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -52,10 +51,10 @@ def compiled(graph: Any, options: argparse.Namespace, threads: int) -> Iterator[
 def measure(network: str, threads: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all candidates of a network on so many threads, in turns."""
     import numpy as np
+    from turns import in_turns
 
     from bnfuse.benchmarking.candidates import CompiledCandidate, make_baseline
     from bnfuse.graph.feeds import draw_feeds
-    from bnfuse.measuring import idle
     from bnfuse.measuring.limits import measured_limits
 
     limits = measured_limits(threads)
@@ -69,27 +68,14 @@ def measure(network: str, threads: int, options: argparse.Namespace) -> dict[str
         for precision in options.precisions:
             found = make_baseline(graph, baseline, feeds, threads, precision=precision)
             candidates[f"{baseline} {precision}"] = found
-    for candidate in candidates.values():
-        for _ in range(2):
-            candidate.run()
-            idle.settle()
-    idle.wait_for_idle(options.wait)
-    before = idle.take_sample()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(options.repetitions):
-        for name, candidate in candidates.items():
-            times[name].append(candidate.run().step)
-            idle.settle()
-    others = idle.others_between(before, idle.take_sample())
     return {
         "network": network,
         "batch": options.batch,
         "image": options.image,
         "threads": threads,
-        "cores_of_others": others if others is None else round(others, 2),
         "flops_per_s": limits.flops_per_s,
         "bytes_per_s": limits.bytes_per_s,
-        "steps": {name: {"min": min(own), "median": statistics.median(own)} for name, own in times.items()},
+        **in_turns(candidates, options.repetitions, options.wait),
         "compile_s": compiling,
     }
 

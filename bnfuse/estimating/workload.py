@@ -12,9 +12,10 @@ import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from bnfuse.runtime.targets.target import HALVES
+
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["data", "weight", "map", "map_gradient", "weight_gradient", "vector"]
-HALVES = ("bf16", "fp16")  # precisions that store maps in 16 bits
 NEVER = 1 << 60  # the next use of what is not used again
 
 

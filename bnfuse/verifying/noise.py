@@ -49,9 +49,8 @@ class Reference:
     def draw(self, count: int) -> None:
         """Run with `count` more draws of noise."""
         self.runner = self.runner or self.noisy(self.graph, self.where)
-        disturbance = (
-            self.rounding / 2 if self.where.has_fewer_bits else self.rounding
-        )  # half is about rounding's own mean
+        # there half of one is about what rounding moves a value in the mean
+        disturbance = self.rounding / 2 if self.where.has_fewer_bits else self.rounding
         for _ in range(count):
             feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, disturbance)
             self.spreads.append(self.runner.evaluate(feeds, state))

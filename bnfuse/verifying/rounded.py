@@ -15,9 +15,10 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.runtime.targets.target import HALVES
+
 FLOAT32_BITS = 24
 BITS = {"tf32": 11, "bf16": 8, "fp16": 11}  # of a significand
-STORING = ("bf16", "fp16")  # maps, too
 PRODUCTS = ("Gemm", "MatMul")  # and all that have Conv in their names
 KEEPING = ("Concat", "Split", "Slice", "Identity", "Relu", "MaxPool")  # what they give is as round as what they take
 
@@ -30,7 +31,7 @@ def rounded(model: ir.Model, precision: str) -> ir.Model:
     factor.const_value = ir.tensor(np.array(2.0 ** (FLOAT32_BITS - BITS[precision]) + 1, np.float32))
     graph.register_initializer(factor)
     first = graph[0]
-    for value, readers in list(rounded_values(graph, storing=precision in STORING).items()):
+    for value, readers in list(rounded_values(graph, storing=precision in HALVES).items()):
         times, less, result = rounding(value, factor)
         producer = value.producer()
         if producer is None:

@@ -16,6 +16,7 @@ beside the pixels. `read` is cut into phases by the stride. Takes one group, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from functools import partial
@@ -370,25 +371,16 @@ def _multiply(
     amx.clear(2)
     with T.serial(0, nest.shape.taps) as tap:
         r, s = T.bind(tap // columns.kernel), T.bind(tap % columns.kernel)
-
-        def add() -> None:
+        met = meets(rows, residues[0], r) + meets(columns, residues[1], s)
+        with when(tirx.all(*met)) if met else contextlib.nullcontext():
             up = floor_offset(rows, residues[0], r) - rows.low
             left = floor_offset(columns, residues[1], s) - columns.low
             first = (image * nest.grad_rows + up) * nest.grad_columns + left + start
-            at, line = (
-                T.bind(first * nest.out_pitch),
-                T.bind(block * nest.packed_block + tap * (nest.out_depth * amx.BLOCK)),
-            )
+            at = T.bind(first * nest.out_pitch)
+            line = T.bind(block * nest.packed_block + tap * (nest.out_depth * amx.BLOCK))
             with T.serial(0, nest.out_depth // amx.DEPTH) as k:
                 weights = packed, line + k * (amx.SIDE * row), row
                 amx.add(2, (grad, at + k * amx.DEPTH, nest.out_pitch), weights)
-
-        met = meets(rows, residues[0], r) + meets(columns, residues[1], s)
-        if met:
-            with when(tirx.all(*met)):
-                add()
-        else:
-            add()
     amx.leave(2, place.scratch, 0, amx.BLOCK)
 
 

@@ -40,24 +40,19 @@ class GroupProblem:
 def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
     """Make the kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
-    params = [
+    params = tuple(
         dataclasses.replace(p, name=param_name(p.name, i, loops), length=_length(loop, p, i))
         for i, loop in enumerate(loops)
         for p in loop.params
-    ]
+    )
     problem = loops[0].problem if len(loops) == 1 else GroupProblem(tuple(loop.problem for loop in loops))
     name = unique_name(problem.op, problem, target)
-    return Kernel(name, problem, target, tuple(params), lambda: _function(name, loops))
+    return Kernel(name, problem, target, params, lambda: _function(name, params, loops))
 
 
-def _function(name: str, loops: list[Loop]) -> Any:
-    lengths: dict[str, Any] = {}
-    symbolic = []
-    for i, loop in enumerate(loops):
-        for p in loop.params:
-            length = _length(loop, p, i)
-            elements = lengths.setdefault(length, tirx.Var(f"{name}_{length}", "int32")) if length else p.elements
-            symbolic.append(dataclasses.replace(p, name=param_name(p.name, i, loops), elements=elements))
+def _function(name: str, params: tuple[Param, ...], loops: list[Loop]) -> Any:
+    lengths: dict[str, Any] = {p.length: tirx.Var(f"{name}_{p.length}", "int32") for p in params if p.length}
+    symbolic = [dataclasses.replace(p, elements=lengths.get(p.length, p.elements)) for p in params]
     with tir.function(name, symbolic, may_alias=len(loops) > 1) as args:
         for i, loop in enumerate(loops):
             _emit_loop(args, loop, {p.name: param_name(p.name, i, loops) for p in loop.params})

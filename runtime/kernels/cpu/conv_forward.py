@@ -37,7 +37,6 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cpu import amx_forward, products, winograd_forward
-from bnfuse.runtime.kernels.cpu.amx_forward import AmxNest, choose_amx_tiles
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
@@ -135,7 +134,7 @@ def nest(
         return DepthwiseNest(problem, target, arguments, shape)
     flat = seen(problem)
     if algorithm == "amx":
-        return AmxNest(problem, target, arguments, flat, choose_amx_tiles(flat, target))
+        return amx_forward.AmxNest(problem, target, arguments, flat, amx_forward.choose_amx_tiles(flat, target))
     return ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target))
 
 
