@@ -19,6 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.cpu.rounding import rounded, rounding_of
 from bnfuse.runtime.kernels.kernel import MapType, Param
 from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import CpuTarget
@@ -121,20 +122,6 @@ def store(buffer: Buffer, index: Expr, value: Expr) -> None:
         T.buffer_store(buffer.bits, rounded(value), [index])
     else:
         T.buffer_store(buffer, value, [index])
-
-
-def rounded(value: Expr) -> Expr:
-    """Write the bits of a float32 as bfloat16: the nearest, of two the even one. What is no number stays none."""
-    value = T.bind(value)
-    bits = T.bind(T.reinterpret(like("uint32", value), value))
-
-    def of(number: int) -> Expr:
-        return constant(number, "uint32", value)
-
-    upper = bits + (of(0x7FFF) + ((bits >> of(16)) & of(1)))  # in this order LLVM sees what is rounded already
-    same = T.reinterpret(like("float32", bits), bits)  # TVM takes x == x for true, LLVM takes this for x == x
-    found = tirx.Select(value == same, upper >> of(16), of(0x7FC0))
-    return tirx.Cast(like(HALF_BITS, value), found)
 
 
 def widened(bits: Expr) -> Expr:
@@ -244,5 +231,6 @@ def compile_function(function: Any, target: CpuTarget) -> Any:
     and of the time, to say in each launch what is seen to once where a program is lowered, and where a file is read.
     """
     config = {"tirx.disable_storage_rewrite": True, "tirx.disable_assert": True}
-    with tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=["s_tir.CompactBufferAllocation"]):
-        return tvm.compile(function, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
+    passes = tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=["s_tir.CompactBufferAllocation"])
+    with rounding_of(function, target) as complete, passes:
+        return tvm.compile(complete, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
