@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = resolve("cpu", 2)
-HALVES = resolve("cpu", 2, "bf16")
+HALVES = dataclasses.replace(resolve("cpu", 2, "bf16"), amx=False)  # tiles round more: tests of theirs ask for them
 targets = st.sampled_from((TARGET, HALVES))
 
 ROUNDING = 2.0**-8  # of a value, at most: half of the distance to its neighbour

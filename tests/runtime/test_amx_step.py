@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import tiles
+from halves import HALVES
 from source_files import load
 
 from bnfuse.runtime import SGD, compile_step
@@ -19,7 +20,7 @@ emulated = tiles.emulated
 def test_gradients_are_those_of_the_step_without_tiles_within_rounding(emulated, monkeypatch):
     """Of one batch in four, as in test_halves_step.py: it rounds weights and activated pixels, which others do not."""
     graph = halves.gpu.graph_of("icf")
-    plain = compile_step(graph, threads=2, precision="bf16")
+    plain = compile_step(graph, target=HALVES)
     monkeypatch.setattr(build, "usable_cpus", lambda: 1)  # workers would write the instructions
     monkeypatch.setattr(cpus, "AMX", ())  # which this processor need not have
     by_tiles = compile_step(graph, target=tiles.TARGET, optimizer=SGD(0.02), cache=False)

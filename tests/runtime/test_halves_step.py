@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from halves import HALVES
 from source_files import load
 
 from bnfuse.build.named import build_model
@@ -30,14 +31,14 @@ def graph() -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def step(graph) -> Step:
-    return compile_step(graph, optimizer=OPTIMIZER, threads=2, precision="bf16")
+    return compile_step(graph, optimizer=OPTIMIZER, target=HALVES)
 
 
 @pytest.mark.parametrize("level", ["none", "icf"])
 def test_gradients_are_those_of_float32_within_rounding(level, step):
     """Of one batch in four: on others a ReLU that is open here is closed there (cuda/test_interpreted.py)."""
     graph = gpu.graph_of(level)
-    narrow = step if level == "icf" else compile_step(graph, threads=2, precision="bf16")
+    narrow = step if level == "icf" else compile_step(graph, target=HALVES)
     wide = compile_step(graph, threads=2)
     errors = [max(gpu.gradient_errors(narrow, wide, nets.batch(i)).values()) for i in range(4)]
     assert 1e-4 < min(errors) < TOLERANCE, errors

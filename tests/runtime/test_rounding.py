@@ -46,7 +46,7 @@ def values() -> np.ndarray:
 
 
 @pytest.mark.parametrize("looped", [False, True])
-@pytest.mark.parametrize("width", [1, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize("width", [1, 3, 4, 5, 8, 13, 16, 64, 128])
 def test_nearest(width, looped):
     target = resolve("cpu", 1, "bf16")
     x = values()
@@ -62,7 +62,7 @@ def test_nearest(width, looped):
 def test_instruction_where_there_is_one(mcpu, instruction):
     target = resolve(f"cpu:{mcpu}", 1, "bf16")
     for looped in (False, True):
-        made = kernel(16, target, looped)
+        made = kernel(64, target, looped)
         assembly = str(tir.compile_function(made.build(), target).mod.inspect_source("asm"))
         assert ("vcvtneps2bf16" in assembly) == instruction
         assert "__truncsfbf2" not in assembly

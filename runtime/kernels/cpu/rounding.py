@@ -24,7 +24,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 ROUNDED = "tirx.bnfuse_rounded"
 FEATURE = "avx512bf16"
-WIDEST = 32  # lanes of a vector
+WIDEST = 64  # lanes of a vector that the instruction is written for
 INSTRUCTION = """
 define linkonce_odr {bits} @{name}({single} %value) alwaysinline nounwind {{
   %half = fptrunc {single} %value to {half}
@@ -82,7 +82,9 @@ def _lower(call: Any) -> Expr:
     """Write what the operator comes to; a vector's, once loops are vectorised."""
     (value,) = call.args
     lanes = _lanes(value)
-    return tirx.call_extern(typed("uint16", lanes), _name(lanes), value) if _instruction.get() else _arithmetic(value)
+    if _instruction.get() and lanes <= WIDEST:
+        return tirx.call_extern(typed("uint16", lanes), _name(lanes), value)
+    return _arithmetic(value)
 
 
 def _arithmetic(value: Expr) -> Expr:
