@@ -42,7 +42,9 @@ class Machine:
 
     def spread(self, value: Value) -> np.ndarray:
         """A value as an array (lanes,)."""
-        return value if np.ndim(value) and value.shape[-1] == self.lanes else np.broadcast_to(value, (self.lanes,))
+        if isinstance(value, np.ndarray) and value.ndim:
+            return value if value.shape[-1] == self.lanes else np.broadcast_to(value, (self.lanes,))
+        return np.full(self.lanes, value)
 
     def active(self) -> np.ndarray:
         return self.lane if self.mask is None else np.flatnonzero(self.mask)
@@ -72,7 +74,7 @@ class Machine:
 
     def fail_where(self, bad: Value, offset: Value, text: Callable[[int], str]) -> None:
         """Raise for the first active lane where `bad` holds; text of the lane's offset."""
-        if np.ndim(bad) == 0:
+        if not isinstance(bad, np.ndarray):
             if bad:
                 raise LockstepError(f"{text(int(offset))}, {self.who(int(self.active()[0]))}")
             return
@@ -112,35 +114,49 @@ class Local:
     def load(self, index: Value) -> Value:
         machine = self.machine
         self._bounds(index)
+        if np.ndim(index) == 0:
+            return self.load_register(index)
         if self.watch:
             self.watch.load(index)
-        if np.ndim(index) == 0:
-            if not self.full[index]:
-                machine.fail_where(~self.written[index], index, lambda i: f"{self.name}[{i}] read before it is written")
-            return self.data[index]
         index = index if machine.mask is None else np.where(machine.mask, index, 0)
         unwritten = ~self.written[index, machine.lane]
         machine.fail_where(unwritten, index, lambda i: f"{self.name}[{i}] read before it is written")
         return self.data[index, machine.lane]
 
+    def load_register(self, index: int) -> Value:
+        """That of all lanes; the index is inside."""
+        if self.watch:
+            self.watch.load(index)
+        if not self.full[index]:
+            text = f"{self.name}[{index}] read before it is written"
+            self.machine.fail_where(~self.written[index], index, lambda i: text)
+        return self.data[index]
+
     def store(self, index: Value, value: Value) -> None:
-        mask = self.machine.mask
         self._bounds(index)
+        if np.ndim(index) == 0:
+            self.store_register(index, value)
+            return
         if self.watch:
             self.watch.store(index)
-        if np.ndim(index) == 0:
-            if mask is None:
-                self.data[index] = value
+        lane = self.machine.active()
+        where = index[lane], lane
+        self.data[where] = self.machine.spread(value)[lane]
+        self.written[where] = True
+
+    def store_register(self, index: int, value: Value) -> None:
+        mask = self.machine.mask
+        if self.watch:
+            self.watch.store(index)
+        if mask is None:
+            self.data[index] = value
+            if not self.full[index]:
                 self.full[index] = True
                 self.written[index] = True
-            else:
-                np.copyto(self.data[index], value, where=mask)
-                self.written[index] |= mask
         else:
-            lane = self.machine.active()
-            where = index[lane], lane
-            self.data[where] = self.machine.spread(value)[lane]
-            self.written[where] = True
+            np.copyto(self.data[index], value, where=mask)
+            if not self.full[index]:
+                self.written[index] |= mask
 
 
 class Global:
@@ -238,7 +254,9 @@ class Arena:
         self.machine.fail_where(
             address % nbytes != 0, address, lambda a: f"{self.name_of(a)}: misaligned access of {nbytes} bytes"
         )
-        first = (address[lane] + self.base[lane]) // unit
+        first = (
+            (address + self.base) // unit if len(lane) == self.machine.lanes else (address + self.base)[lane] // unit
+        )
         return first[:, None] + np.arange(nbytes // unit)
 
     def read(self, address: Value, nbytes: int) -> np.ndarray:
@@ -280,8 +298,12 @@ class Arena:
 
     # Races ---------------------------------------------------------------------------------------------------------
 
+    def _of(self, table: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        """A column of a value of each of the lanes."""
+        return table[:, None] if len(lane) == self.machine.lanes else table[lane, None]
+
     def _foreign(self, stamps: np.ndarray, unit: int, lane: np.ndarray) -> np.ndarray:
-        own, synced = self.own[unit][lane, None], self.synced[unit][lane, None]
+        own, synced = self._of(self.own[unit], lane), self._of(self.synced[unit], lane)
         return (stamps != 0) & (stamps != own) & (stamps != synced)
 
     def _conflict(
@@ -299,7 +321,7 @@ class Arena:
         index, unit = (index // 2, 2) if unit == 1 else (index, unit)
         self.dirty = True
         self._conflict(self.writer, "read in the same interval between barriers after the write of", index, unit, lane)
-        table, own = self.reader[unit], np.broadcast_to(self.own[unit][lane, None], index.shape)
+        table, own = self.reader[unit], np.broadcast_to(self._of(self.own[unit], lane), index.shape)
         before = table[index]
         if ((before == 0) | (before == own)).all():
             table[index] = own
@@ -311,8 +333,8 @@ class Arena:
         """The general case of a read: several threads read the same bytes."""
         table = self.reader[2]
         before = before.reshape(-1).view(np.uint16).reshape(halves.shape)
-        own = np.broadcast_to(self.own[2][lane, None], halves.shape)
-        warp = np.broadcast_to(self.machine.thread[lane, None] // 32, halves.shape)
+        own = np.broadcast_to(self._of(self.own[2], lane), halves.shape)
+        warp = np.broadcast_to(self._of(self.machine.thread, lane) // 32, halves.shape)
         table[halves] = own
         after = table[halves]
         several, many = np.zeros(halves.shape, bool), np.zeros(halves.shape, bool)
@@ -330,7 +352,7 @@ class Arena:
         self.dirty = True
         self._conflict(self.writer, "write in the same interval between barriers as the write of", index, unit, lane)
         self._conflict(self.reader, "write in the same interval between barriers as the read of", index, unit, lane)
-        own = np.broadcast_to(self.own[unit][lane, None], index.shape)
+        own = np.broadcast_to(self._of(self.own[unit], lane), index.shape)
         self.writer[unit][index] = own
         twice = self.writer[unit][index] != own
         if twice.any():

@@ -20,9 +20,11 @@ LOW = np.uint32(0xFFFF)
 HIGH = np.uint32(0xFFFF0000)
 
 
-def _as(value: Value, dtype: Any) -> Value:
+def same_bits(value: Value, dtype: Any) -> Value:
     """The same bits as another type of the same size."""
-    return np.ascontiguousarray(value).view(dtype) if np.ndim(value) else np.asarray(value).view(dtype)[()]
+    if not isinstance(value, np.ndarray) or not value.ndim:
+        return np.asarray(value).view(dtype)[()]
+    return (value if value.flags.c_contiguous else np.ascontiguousarray(value)).view(dtype)
 
 
 def _wide(function: Callable[..., Any]) -> Callable[..., Value]:
@@ -44,29 +46,29 @@ def _approximate(function: Callable[[np.ndarray], np.ndarray], *, flush: bool) -
 
     def run(value: Value) -> Value:
         made = np.asarray(normal(function(normal(value.astype(np.float64)))), np.float32)
-        return _as(_as(made, np.uint32) & np.uint32(0xFFFFFFFE), np.float32)
+        return same_bits(same_bits(made, np.uint32) & np.uint32(0xFFFFFFFE), np.float32)
 
     return run
 
 
 def round_tf32(value: Value) -> Value:
     """float32 to the nearest tf32, ties away from zero, as bits (cvt.rna.tf32.f32)."""
-    bits = _as(value, np.uint32)
+    bits = same_bits(value, np.uint32)
     return (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
 def pack(high: Value, low: Value, dtype: np.dtype) -> Value:
     """Two float32 as two 16-bit floats in a uint32."""
-    halves = [_as(v.astype(dtype), np.uint16).astype(np.uint32) for v in (high, low)]
+    halves = [same_bits(v.astype(dtype), np.uint16).astype(np.uint32) for v in (high, low)]
     return (halves[0] << np.uint32(16)) | halves[1]
 
 
 def unpack(word: Value, dtype: np.dtype) -> tuple[Value, Value]:
     """The (low, high) 16-bit floats of a uint32, as float32."""
     if dtype == BFLOAT16:
-        return _as(word << np.uint32(16), np.float32), _as(word & HIGH, np.float32)
+        return same_bits(word << np.uint32(16), np.float32), same_bits(word & HIGH, np.float32)
     low, high = (word & LOW).astype(np.uint16), (word >> np.uint32(16)).astype(np.uint16)
-    return _as(low, dtype).astype(np.float32), _as(high, dtype).astype(np.float32)
+    return same_bits(low, dtype).astype(np.float32), same_bits(high, dtype).astype(np.float32)
 
 
 # Functions of values: name in TIR (after its last namespace) -> function. --------------------------------------------
@@ -109,8 +111,8 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "approximate_reciprocal_of_any": _approximate(np.reciprocal, flush=False),
     "max_or_nan": np.maximum,
     "min_or_nan": np.minimum,
-    "uint_as_float": lambda x: _as(x, np.float32),
-    "float_as_uint": lambda x: _as(x, np.uint32),
+    "uint_as_float": lambda x: same_bits(x, np.float32),
+    "float_as_uint": lambda x: same_bits(x, np.uint32),
     "bfloat162float": lambda x: x.astype(np.float32),
     "half2float": lambda x: x.astype(np.float32),
     "shift_left": np.left_shift,
@@ -170,8 +172,8 @@ def _convert(tokens: Sequence[str]) -> Callable[..., Value]:
     """cvt between float32 and a 16-bit float in the bits of a uint16."""
     to, source = [t for t in tokens if t in ("f32", "f16", "bf16")]
     if to == "f32":
-        return lambda h: _as(h, _floating([source])).astype(np.float32)
-    return _relu(lambda x: _as(x.astype(_floating([to])), np.uint16), tokens)
+        return lambda h: same_bits(h, _floating([source])).astype(np.float32)
+    return _relu(lambda x: same_bits(x.astype(_floating([to])), np.uint16), tokens)
 
 
 def _packed_fma(tokens: Sequence[str]) -> Callable[..., Value]:
@@ -289,7 +291,7 @@ def store(compiler: Any, operands: Sequence[Any], tokens: Sequence[str]) -> Run:
     def run() -> None:
         data = np.empty((machine.lanes, count), f"u{size}")
         for i, source in enumerate(sources):
-            data[:, i] = _as(source(), data.dtype)
+            data[:, i] = same_bits(source(), data.dtype)
         _write(compiler.arena, address(), data.view(f"u{min(8, count * size)}"))
 
     return run
@@ -359,22 +361,26 @@ def multiply(compiler: Any, operands: Sequence[Any], tokens: Sequence[str]) -> R
     machine = compiler.machine
     dtype = np.dtype(np.float32) if tf32 else _floating(tokens)
 
-    def parts(word: Value) -> tuple[Value, ...]:
-        word = machine.spread(word)
-        return (_as(word & np.uint32(0xFFFFE000), np.float32),) if tf32 else unpack(word, dtype)
+    def parts(words: np.ndarray) -> np.ndarray:
+        """The numbers in words (registers, lanes): (part, registers, lanes)."""
+        return np.stack((same_bits(words & np.uint32(0xFFFFE000), np.float32),) if tf32 else unpack(words, dtype))
 
     def run() -> None:
         machine.whole(32, "mma")
-        values = [source() for source in sources]
-        # axes: register, part, warp, row group g, column t
-        a = np.stack([p for v in values[:n_a] for p in parts(v)]).reshape(n_a // 2, 2, per_word, -1, 8, 4)
-        b = np.stack([p for v in values[n_a : n_a + n_b] for p in parts(v)]).reshape(n_b, per_word, -1, 8, 4)
-        c = np.stack([machine.spread(v) for v in values[n_a + n_b :]]).reshape(2, 2, -1, 8, 4)
-        left = a.transpose(3, 1, 4, 0, 5, 2).reshape(-1, 16, k)
-        right = b.transpose(2, 0, 4, 1, 3).reshape(-1, k, 8)
-        product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3) + c
-        for i, place in enumerate(places):
-            place(product[i // 2, i % 2].reshape(-1))
+        words = np.empty((n_a + n_b, machine.lanes), np.uint32)
+        for i, source in enumerate(sources[: n_a + n_b]):
+            np.copyto(words[i], source(), casting="equiv")
+        c = np.empty((4, machine.lanes), np.float32)
+        for i, source in enumerate(sources[n_a + n_b :]):
+            np.copyto(c[i], source(), casting="equiv")
+        # axes: part, register, warp, row group g, column t
+        numbers = parts(words).reshape(per_word, n_a + n_b, -1, 8, 4)
+        a = numbers[:, :n_a].reshape(per_word, n_a // 2, 2, -1, 8, 4)
+        left = a.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, k)
+        right = numbers[:, n_a:].transpose(2, 1, 4, 0, 3).reshape(-1, k, 8)
+        product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1) + c
+        for place, result in zip(places, product, strict=True):
+            place(result)
 
     return run
 
