@@ -4,7 +4,7 @@
     pack_model, pack_step    files without those parameters
     unpack(file, folder)     the whole file again, bit for bit what was packed
 
-A DenseNet-121 has 32 MB of parameters, and a compiled step holds them twice (as state and in model.onnx).
+A DenseNet-121 has 32 MB of parameters.
 """
 
 from __future__ import annotations
@@ -95,8 +95,6 @@ def pack_step(step: Path, recipes: Recipes, path: Path) -> None:
                     assert np.array_equal(drawn(key, shape, *recipe), state[key]), f"'{key}' was changed"
                 target.writestr(RECIPES, json.dumps(known))
                 data = safetensors.save({key: value for key, value in state.items() if key not in known})
-            elif name == "model.onnx" and data:
-                data = hollow(onnx.ModelProto.FromString(data), recipes).SerializeToString()
             target.writestr(name, data)
 
 
@@ -124,6 +122,4 @@ def whole(source: zipfile.ZipFile, name: str) -> bytes:
         known = json.loads(source.read(RECIPES))
         values = {key: drawn(key, shape, *recipe) for key, (shape, *recipe) in known.items()}
         return safetensors.save({**safetensors.load(data), **values})
-    if name == "model.onnx" and data:
-        return fill(onnx.ModelProto.FromString(data)).SerializeToString()
     return data

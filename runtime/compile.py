@@ -8,14 +8,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx
-import onnx_ir as ir
-
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.heap import release_heap
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.exchanges import exchanges, without_exchanges
+from bnfuse.graph.initial_values import with_values, without_values
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.ranks import BUCKET, ONE, WIRES, Ranks
@@ -85,11 +84,12 @@ def compile_step(
         *pairs[1:],
         target=machine,
         optimizer=optimizer,
-        model=ir.to_proto(graphs[0].model).SerializeToString(),
+        model=without_values(graphs[0]),
         world=world,
     )
     step._shared.bucket = bucket
     step.load_state_dict(graph.state())
+    release_heap()
     step.share_state()
     return step
 
@@ -126,8 +126,7 @@ def add_batch(
         return
     if not step.model:
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
-    graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
-    more = with_batch(graph, batch)
+    more = with_batch(with_values(step.model, step.state_dict()), batch)
 
     def pairs_of(first: bool) -> list[Pair]:
         return compiled_pairs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from bnfuse.core.heap import release_heap
 from bnfuse.parallel.world import World
 from bnfuse.runtime.artifact import read_artifact, reading
 from bnfuse.runtime.session import Step
@@ -21,5 +22,7 @@ def load_step(path: str | pathlib.Path, *, threads: int | None = None, world: Wo
         first, *others = found.compiled
         step = Step(*first, *others, target=found.target, optimizer=found.optimizer, model=found.model, world=world)
         step.load_state_dict(found.state)
+    del found, first, others
+    release_heap()
     step.share_state()
     return step

@@ -24,6 +24,7 @@ from bnfuse.exporting.expand import Expansion
 from bnfuse.exporting.rows import whole_rows
 from bnfuse.fromtorch.tensors import as_array
 from bnfuse.fromtorch.weights import is_pickle, read_weights
+from bnfuse.graph.initial_values import with_values
 from bnfuse.graph.io import save
 from bnfuse.graph.module_state import ModuleState
 from bnfuse.graph.state_matching import fitted, matched
@@ -186,8 +187,8 @@ def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.n
             raise BnfuseError(
                 "the step was made without its model: export the training graph with state=step.state_dict()"
             )
-        graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
-        return graph, step.state_dict()
+        state = step.state_dict()
+        return with_values(step.model, state), state
     graph = open_graph(source, **signature)
     return graph, graph.state()
 

@@ -26,6 +26,7 @@ from bnfuse.core.tensor_files import read_metadata
 from bnfuse.data import Dataset
 from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.streamed import StreamedImages
+from bnfuse.graph.initial_values import digest_of_values
 from bnfuse.training.history import Epoch, epoch_from
 
 if TYPE_CHECKING:
@@ -256,8 +257,8 @@ def digest_of_model(step: Step) -> str:
 def digest_of_network(step: Step) -> str:
     """Digest what the graphs of one network have in common at any batch, 16 hex digits: its nodes, with all attributes
     but counts, and its values but those that shapes and counts follow from."""
-    graph = onnx.ModelProto.FromString(step.model).graph
-    found = hashlib.sha256()
+    model = onnx.ModelProto.FromString(step.model)
+    graph, found = model.graph, hashlib.sha256(digest_of_values(model).encode())
     sizes = {tensor.name for tensor in graph.initializer if not is_weight(tensor)}  # which are named by what they hold
     for node in graph.node:
         told = (node.domain, node.op_type, [name for name in node.input if name not in sizes], list(node.output))

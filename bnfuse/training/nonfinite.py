@@ -11,14 +11,13 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.graph.batches import with_batch
-from bnfuse.graph.signature import GraphSignature, signature_of
-from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.initial_values import with_values
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -88,10 +87,10 @@ def first_not_finite(step: Step, images: np.ndarray, *labels: np.ndarray) -> str
     told."""
     if not np.isfinite(images).all():
         return "the batch of images itself"
-    model = ir.from_proto(onnx.ModelProto.FromString(step.model))
-    signature = signature_of(model)
+    graph = with_values(step.model, step.state_dict())
+    model, signature = graph.model, graph.signature
     if len(images) != step.batches[0]:
-        model = with_batch(TrainingGraph(model, signature, "the step's model"), len(images)).model
+        model = with_batch(graph, len(images)).model
     needed = forward_nodes(model.graph, signature)
     forward = [node for node in model.graph if node in needed]
     state: Arrays = {}

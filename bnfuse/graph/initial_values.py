@@ -1,0 +1,48 @@
+"""A training graph without the initial values of its state: what a step keeps of it, for it has newer ones in memory.
+
+They would be a second copy of all parameters, for as long as the step lives. What is left says which ones they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+
+KEY = "bnfuse_initial_values"  # in the metadata: their digest
+
+
+def without_values(graph: TrainingGraph) -> bytes:
+    """Serialize a training graph without the initial values of parameters and running statistics, which stay inputs.
+
+    Raises BnfuseError where the graph has none for one of them.
+    """
+    state = graph.state()
+    model = ir.to_proto(graph.model)
+    constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(constants)
+    found = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        found.update(repr((name, value.shape, str(value.dtype))).encode(errors="backslashreplace") + value.tobytes())
+    model.metadata_props.add(key=KEY, value=found.hexdigest()[:16])
+    return model.SerializeToString()
+
+
+def with_values(model: bytes, state: Mapping[str, np.ndarray]) -> TrainingGraph:
+    """Open what `without_values` gave, with the values of a step's state in the place of those that it was freed of."""
+    found = onnx.ModelProto.FromString(model)
+    there = {tensor.name for tensor in found.graph.initializer}
+    missing = {name: value for name, value in state.items() if name not in there}
+    found.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in missing.items())
+    return open_graph(found, name="the step's model")
+
+
+def digest_of_values(model: onnx.ModelProto) -> str:
+    """Read the digest of the initial values that a model was freed of; '' where it holds them itself."""
+    return next((entry.value for entry in model.metadata_props if entry.key == KEY), "")
