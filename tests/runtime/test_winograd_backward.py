@@ -26,7 +26,7 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
-from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles
+from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles, shares_blocks
 from bnfuse.runtime.targets.target import CpuTarget
 
 HOST = dataclasses.replace(resolve("cpu"), threads=2)
@@ -113,10 +113,25 @@ CASES = [
     Case("ConvGradReduce", 1, 66, 6, 32, 32),  # the last chunk has fewer rows
 ]
 
+SHARED = [  # far more weights than pixels: threads share the blocks of input channels
+    Case(FULL, 3, 2, 2, 69, 37, slots=5),  # a last block of 5 channels
+    Case("SliceBatchNormGradConvGradBiasGradAddGradientReluGradReduceReduceOther", 2, 3, 2, 96, 130, slots=3),
+    Case("BatchNormGradNormalizeReluConvGradWeight", 2, 2, 1, 64, 80, pads=(0, 2, 1, 3)),
+    Case("ConvGradInputReluGradReduceAccumulate", 1, 4, 4, 80, 33, slots=4),
+]
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+
+@pytest.mark.parametrize("case", [*CASES, *SHARED], ids=str)
 def test_gradients_of(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_threads_that_share_channels(case: Case) -> None:
+    for threads in (1, 3):
+        target = dataclasses.replace(HOST, threads=threads)
+        assert shares_blocks(conv_shape(problem(case), threads), target)
+        check(case, target)
 
 
 OPERATORS = (
@@ -210,6 +225,15 @@ def test_the_kernels_of_one_problem_have_different_keys() -> None:
 def test_tiles(case: Case, expected: tuple[int, int, int]) -> None:
     tiles: WinogradTiles = choose_tiles(conv_shape(problem(case), 2), WIDE)
     assert (tiles.images, tiles.rows // 2, tiles.micro) == expected
+
+
+def test_threads_share_channels_where_weights_outnumber_maps() -> None:
+    def shared(*case: int) -> bool:
+        return shares_blocks(conv_shape(problem(Case(FULL, *case)), 2), HOST)
+
+    assert shared(32, 2, 2, 512, 512)
+    assert not shared(32, 4, 4, 256, 256)
+    assert not shared(16, 7, 7, 512, 512)
 
 
 def test_inner_loops_keep_their_sums_in_registers() -> None:

@@ -69,17 +69,40 @@ def over_channels(count: int, lanes: int, body: Callable[[Expr], None]) -> None:
 
 def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
     """Pack x of the rows that the tile's outputs read, after its prologue."""
-    rows, columns, width = nest.shape.rows, nest.shape.columns, nest.read_width
+    width = nest.read_width
     whole, rest = divmod(nest.shape.cin, width)
-    with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
-        row = T.bind(unit * rows.stride - rows.pad + r * rows.step)
-        at = (i * nest.read_rows + r) * (nest.read_columns * width)
-        pixel = T.bind(((image + i) * rows.size + row) * columns.size)
+
+    def pack(at: Expr, pixel: Expr, row: Expr) -> None:
         if whole:
             with T.serial(0, whole) as block:
                 _read_row(nest, read, block * nest.read_block + at, pixel, group, block * width, width, row)
         if rest:
             _read_row(nest, read, whole * nest.read_block + at, pixel, group, whole * width, rest, row)
+
+    _each_read_row(nest, image, unit, pack)
+
+
+def pack_read_block(nest: Nest, read: Buffer, block: Expr) -> None:
+    """Pack x of all images, of one block of input channels, which `read` has alone."""
+    width = nest.read_width
+
+    def channels(count: int) -> None:
+        def pack(at: Expr, pixel: Expr, row: Expr) -> None:
+            _read_row(nest, read, at, pixel, 0, block * width, count, row)
+
+        _each_read_row(nest, 0, 0, pack)
+
+    tir.with_width(block, width, nest.shape.cin, channels)
+
+
+def _each_read_row(nest: Nest, image: Expr, unit: Expr, pack: Callable[[Expr, Expr, Expr], None]) -> None:
+    """Call `pack(at, pixel, row)` for the rows of the read tile: where one lies in a block, its first pixel, and its
+    number in the image."""
+    rows, columns = nest.shape.rows, nest.shape.columns
+    with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
+        row = T.bind(unit * rows.stride - rows.pad + r * rows.step)
+        at = (i * nest.read_rows + r) * (nest.read_columns * nest.read_width)
+        pack(at, T.bind(((image + i) * rows.size + row) * columns.size), row)
 
 
 def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, start: Expr, count: int, row: Expr) -> None:

@@ -14,7 +14,8 @@
 
 Any padding; no stride, dilation or groups. conv_backward.py chooses between this and the direct kernel. With many
 weights all blocks of input channels, and all tiles of a chunk, go through a place before the next one (`in_blocks`,
-`together`).
+`together`). With more weights than maps the threads share the blocks of input channels instead, over all tiles, and
+each transforms the weights of a block, and makes its dweight, where it multiplies (`by_block`).
 
 Milliseconds with BatchNormGrad, Normalize, ReLU, mask and sums (Sapphire Rapids, two threads, batch 16, minimum):
 
@@ -29,6 +30,7 @@ Errors against float64, as multiples of the direct kernel's: dx 0.6 to 0.7, dwei
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -41,16 +43,18 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
-from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read
+from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read, pack_read_block
 from bnfuse.runtime.kernels.cpu.images import Slots, runs_of, store_sums
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.kernels.cpu.winograd_backward_micro import input_gradient, weight_products
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
-from bnfuse.runtime.kernels.cpu.winograd_backward_shape import choose_tiles
+from bnfuse.runtime.kernels.cpu.winograd_backward_shape import choose_tiles, shares_blocks
 from bnfuse.runtime.kernels.cpu.winograd_backward_transform import (
+    transform_block,
     transform_grad,
     transform_read,
     transform_weights,
+    unpack_block,
     unpack_weight_gradient,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
@@ -67,19 +71,33 @@ def winograd_backward(problem: Problem, target: CpuTarget, shape: Convolution, p
 
 def build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
     """Make the TIR function."""
+    by_block = shares_blocks(shape, target) and ImagePlan.of(problem) is None  # sums of images are of whole threads
     with tir.function(unique_name(NAME, problem, target), params) as arguments:
-        tiles = choose_tiles(shape, target)
-        _body(WinogradNest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
+        tiles = choose_tiles(shape, target, by_block)
+        nest = WinogradNest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)
+        (_by_block if by_block else _by_chunk)(nest, *_sums(nest))
     return arguments.result
 
 
-def _body(nest: WinogradNest) -> None:
+def _sums(nest: WinogradNest) -> tuple[Buffer | None, Buffer | None]:
+    """Allocate the threads' sums, of the reductions and of the bias."""
+    sizes = nest.threads * nest.sums_size, nest.threads * nest.bias_size
+    sums, bias = (tir.workspace(size, "float64") if size else None for size in sizes)
+    return sums, bias
+
+
+def _clear(nest: WinogradNest, sums: Buffer | None, bias: Buffer | None, thread: Expr) -> None:
+    """Write zeros to a thread's sums."""
+    for buffer, each in ((sums, nest.sums_size), (bias, nest.bias_size)):
+        if buffer is not None:
+            tir.zero(buffer, thread * each, each, nest.tiles.lanes)
+
+
+def _by_chunk(nest: WinogradNest, sums: Buffer | None, bias: Buffer | None) -> None:
+    """Write the function of threads that share chunks."""
     threads = nest.threads
     weights = tir.workspace(nest.weights_size) if nest.wants_input else None
     partials = tir.workspace(threads * nest.partial_size) if nest.wants_weight else None
-    sums = tir.workspace(threads * nest.sums_size, "float64") if nest.sums_size else None
-    of_bias = nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0
-    bias = tir.workspace(threads * of_bias, "float64") if of_bias else None
     if weights is not None:
         transform_weights(nest, weights)
     plan, images = ImagePlan.of(nest.problem), None
@@ -87,9 +105,7 @@ def _body(nest: WinogradNest) -> None:
         made = nest.problem.map(nest.result)
         images = Slots.allocate(made.n, threads, len(plan.results), made.c)
     with T.parallel(0, threads) as thread:
-        for buffer, each in ((sums, nest.sums_size), (bias, of_bias)):
-            if buffer is not None:
-                tir.zero(buffer, thread * each, each, nest.tiles.lanes)
+        _clear(nest, sums, bias, thread)
         _chunks(nest, weights, partials, sums, bias, images, thread)
     if partials is not None:
         unpack_weight_gradient(nest, partials)
@@ -98,10 +114,48 @@ def _body(nest: WinogradNest) -> None:
         store_sums(plan, images, runs_of(nest.items, threads, nest.images_of), nest.arguments)
 
 
-def _zeros(size: int, lanes: int) -> Buffer:
-    buffer = tir.workspace(size)
-    tir.zero(buffer, 0, size, lanes)
-    return buffer
+def _by_block(nest: WinogradNest, sums: Buffer | None, bias: Buffer | None) -> None:
+    """Write the function of threads that share blocks of input channels."""
+    with T.parallel(0, nest.threads) as thread:
+        _clear(nest, sums, bias, thread)
+        _blocks(nest, sums, bias, thread)
+    finish(nest, sums, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Space:
+    """What a thread transforms, in workspaces of its own; None where the gradient that reads it is not wanted."""
+
+    grad: Buffer
+    scratch: Buffer
+    read: Buffer | None
+    inputs: Buffer | None
+    outputs: Buffer | None
+    windows: Buffer | None
+    products: Buffer | None
+
+    @staticmethod
+    def allocate(nest: WinogradNest) -> _Space:
+        """Allocate them; what packing does not write is zero."""
+
+        def places(size: int, wanted: bool) -> Buffer | None:
+            return tir.workspace(PLACES * size) if wanted else None
+
+        def zeros(size: int) -> Buffer:
+            buffer = tir.workspace(size)
+            tir.zero(buffer, 0, size, nest.tiles.lanes)
+            return buffer
+
+        weight, dx = nest.wants_weight, nest.wants_input
+        return _Space(
+            grad=zeros(nest.grad_size),
+            scratch=tir.workspace(OUT * OUT * nest.tiles.block),
+            read=zeros(nest.read_size) if weight else None,
+            inputs=places(nest.inputs_place, weight),
+            outputs=places(nest.outputs_place, weight),
+            windows=places(nest.windows_place, dx),
+            products=places(nest.products_place, dx),
+        )
 
 
 def _chunks(
@@ -115,14 +169,7 @@ def _chunks(
 ) -> None:
     """Write a thread's share of the chunks."""
     sizes, lanes = nest.tiles, nest.tiles.lanes
-    grad = _zeros(nest.grad_size, lanes)
-    read = inputs = outputs = windows = products = None
-    if partials is not None:
-        read = _zeros(nest.read_size, lanes)
-        inputs, outputs = (tir.workspace(PLACES * size) for size in (nest.inputs_place, nest.outputs_place))
-    if weights is not None:
-        windows, products = (tir.workspace(PLACES * size) for size in (nest.windows_place, nest.products_place))
-    scratch = tir.workspace(OUT * OUT * sizes.block)
+    space = _Space.allocate(nest)
     first, count = tir.share(nest.items, nest.threads, thread)
     if partials is not None and nest.items < nest.threads:
         with when(count == 0):
@@ -131,20 +178,44 @@ def _chunks(
         item = T.bind(first + number)
         image = T.bind(item // nest.tile_rows * sizes.images)
         unit = T.bind(item % nest.tile_rows * sizes.rows)
-        place = Place(thread, 0, image, unit, scratch, images)
+        place = Place(thread, 0, image, unit, space.scratch, images)
         tiles = nest.active(unit)
         rows = nest.active_rows(unit)
-        pack_grad(nest, grad, 0, image, unit)
+        pack_grad(nest, space.grad, 0, image, unit)
         if bias is not None:
-            bias_gradient(nest, grad, bias, place)
-        transform_grad(nest, grad, outputs, windows, rows)
-        if read is not None:
-            pack_read(nest, read, 0, image, unit)
+            bias_gradient(nest, space.grad, bias, place)
+        transform_grad(nest, space.grad, space.outputs, space.windows, rows)
+        if partials is not None:
+            pack_read(nest, space.read, 0, image, unit)
         with T.serial(0, nest.rounds) as turn:
             block = T.bind(turn * sizes.in_blocks)
-            if read is not None:
+            if partials is not None:
                 with T.serial(0, nest.present(block)) as slot:
-                    transform_read(nest, read, inputs, block + slot, slot, rows)
-                weight_products(nest, inputs, outputs, partials, thread, block, tiles, number == 0)
+                    transform_read(nest, space.read, space.inputs, block + slot, slot, rows)
+                weight_products(nest, space.inputs, space.outputs, partials, thread, block, tiles, number == 0)
             if weights is not None:
-                input_gradient(nest, windows, weights, products, sums, place, block, tiles)
+                input_gradient(nest, space.windows, weights, space.products, sums, place, block, tiles)
+
+
+def _blocks(nest: WinogradNest, sums: Buffer | None, bias: Buffer | None, thread: Expr) -> None:
+    """Write a thread's share of the blocks of input channels, of all tiles."""
+    space = _Space.allocate(nest)
+    weights = tir.workspace(nest.weights_size) if nest.wants_input else None
+    partial = tir.workspace(nest.partial_size) if nest.wants_weight else None
+    place = Place(thread, 0, 0, 0, space.scratch)
+    pack_grad(nest, space.grad, 0, 0, 0)
+    if bias is not None:
+        with when(thread == 0):
+            bias_gradient(nest, space.grad, bias, place)
+    transform_grad(nest, space.grad, space.outputs, space.windows, nest.chunk_rows)
+    first, count = tir.share(nest.blocks, nest.threads, thread)
+    with T.serial(0, count) as number:
+        block = T.bind(first + number)
+        if partial is not None:
+            pack_read_block(nest, space.read, block)
+            transform_read(nest, space.read, space.inputs, block, 0, nest.chunk_rows)
+            weight_products(nest, space.inputs, space.outputs, partial, 0, block, nest.count, None)
+            unpack_block(nest, partial, block)
+        if weights is not None:
+            transform_block(nest, weights, block)
+            input_gradient(nest, space.windows, weights, space.products, sums, place, block, nest.count)

@@ -37,9 +37,10 @@ def weight_products(
     thread: Expr,
     first_block: Expr,
     tiles: Expr,
-    is_first: Expr,
+    is_first: Expr | None,
 ) -> None:
-    """Add inputs^T * outputs to the thread's partial, place by place; the first chunk of a thread stores."""
+    """Add inputs^T * outputs to the thread's partial, place by place; the first chunk of a thread stores, and so does
+    the only one (`is_first` is None)."""
     sizes, width = nest.tiles, nest.tiles.out_block
     with (
         T.serial(0, PLACES) as place,
@@ -49,7 +50,7 @@ def weight_products(
     ):
         source = T.bind(place * nest.inputs_place + slot * (nest.count * sizes.block) + taps * sizes.taps)
         dy = T.bind(place * nest.outputs_place + out * width)
-        channel = (first_block + slot) * sizes.block + taps * sizes.taps
+        channel = nest.held(first_block + slot) * sizes.block + taps * sizes.taps
         target = thread * nest.partial_size + place * nest.partial_place + channel * nest.out_padded + out * width
         acc = registers(sizes.taps * width)
         for i in range(sizes.taps):
@@ -63,13 +64,20 @@ def weight_products(
         _add_to_partial(nest, partial, T.bind(target), acc, is_first)
 
 
-def _add_to_partial(nest: WinogradNest, partial: Buffer, target: Expr, acc: Buffer, is_first: Expr) -> None:
+def _add_to_partial(nest: WinogradNest, partial: Buffer, target: Expr, acc: Buffer, is_first: Expr | None) -> None:
     width = nest.tiles.out_block
     cells = [(span(i * width, width), span(target + i * nest.out_padded, width)) for i in range(nest.tiles.taps)]
+
+    def put() -> None:
+        for cell, index in cells:
+            store(partial, index, acc[cell])
+
+    if is_first is None:
+        put()
+        return
     with T.If(is_first):
         with T.Then():
-            for cell, index in cells:
-                store(partial, index, acc[cell])
+            put()
         with T.Else():
             for cell, index in cells:
                 store(partial, index, partial[index] + acc[cell])
@@ -141,7 +149,7 @@ def _multiply(
     acc = registers(sizes.micro * width)
     for i in range(sizes.micro):
         store(acc, span(i * width, width), tir.splat(0, width))
-    line = opaque(f * nest.weights_place + block * (nest.shape.cout * width))
+    line = opaque(f * nest.weights_place + nest.held(block) * (nest.shape.cout * width))
     at = opaque(f * nest.windows_place + number * (sizes.micro * nest.out_pitch))
     with T.serial(0, nest.shape.cout) as k:
         row = T.bind(weights[span(line + k * width, width)])

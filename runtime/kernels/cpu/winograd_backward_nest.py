@@ -9,6 +9,8 @@ Workspaces (float32; all inside the kernel; f is one of the 16 places of a trans
     outputs   [f][tile][Cout padded]                       A dy A^T, 2 x 2 of the output gradient
     windows   [f][tile][out pitch]                         B^T dy B, 4 x 4 of the output gradient
     products  [f][block of in_blocks][tile][block]         what A^T . A makes dx of
+
+Where threads share blocks, `read`, `weights` and `partial` have one block, and each thread has them of its own.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ class WinogradNest(Nest):
         row = tile // self.tile_columns
         return row // self.chunk_rows, row % self.chunk_rows, tile % self.tile_columns
 
+    @property
+    def bias_size(self) -> int:
+        """Count a thread's sums of dbias."""
+        return self.problem.map("dy").c if "BiasGrad" in self.spec.epilogue else 0
+
     # The tiles of pixels
 
     @property
@@ -104,14 +111,23 @@ class WinogradNest(Nest):
     @property
     def read_size(self) -> int:
         """Count the floats of the read tile, of all blocks of input channels."""
-        return self.blocks * self.read_block
+        return self.held_blocks * self.read_block
 
     # What is transformed
 
     @property
+    def held_blocks(self) -> int:
+        """Count the blocks of input channels that `read`, `weights` and `partial` have."""
+        return 1 if self.tiles.by_block else self.blocks
+
+    def held(self, block: Expr) -> Expr:
+        """Write where a block of input channels is among those."""
+        return 0 if self.tiles.by_block else block
+
+    @property
     def weights_place(self) -> int:
         """Count the floats from one place of `weights` to the next."""
-        return self.blocks * self.shape.cout * self.tiles.block + APART
+        return self.held_blocks * self.shape.cout * self.tiles.block + APART
 
     @property
     def weights_size(self) -> int:
@@ -121,7 +137,7 @@ class WinogradNest(Nest):
     @property
     def partial_place(self) -> int:
         """Count the floats from one place of `partial` to the next."""
-        return self.blocks * self.tiles.block * self.out_padded + APART
+        return self.held_blocks * self.tiles.block * self.out_padded + APART
 
     @property
     def partial_size(self) -> int:

@@ -27,6 +27,7 @@ TILES = 128  # of a chunk, at most; chosen by hand
 # Measured (docs/decisions.md, D13); benchmarks/conv_kernels_backward.py times both algorithms
 WEIGHT_TILES = 12  # whose multiplications take as long as the transforms of the weights and of their gradient
 FEW_WEIGHTS = 512 * 1024  # bytes of all transformed weights that every micro-tile may read anew
+BLOCK_TILES = 4  # times which all tiles must be fewer than the input channels, for threads to share these
 
 # The cost of a chunk, chosen by hand
 HALO = 0.15  # what the border of an image of a chunk costs, in rows of tiles
@@ -38,12 +39,14 @@ class WinogradTiles(Tiles):
     """Sizes of the loop nest. `rows` counts pixels: a chunk is `rows`/2 rows of tiles in each of `images` images.
 
     `micro` tiles are multiplied at a time, `together` times as many wait for their inverse transform, and `in_blocks`
-    blocks of input channels are transformed before the multiplications.
+    blocks of input channels are transformed before the multiplications. With `by_block` one chunk has all tiles, and
+    the threads share the blocks of input channels.
     """
 
     micro: int
     together: int
     in_blocks: int
+    by_block: bool = False
 
 
 def is_possible(shape: Convolution) -> bool:
@@ -70,10 +73,10 @@ def grid(axis: Axis) -> int:
     return -(-axis.units // OUT)
 
 
-def choose_tiles(shape: Convolution, target: CpuTarget) -> WinogradTiles:
+def choose_tiles(shape: Convolution, target: CpuTarget, by_block: bool = False) -> WinogradTiles:
     """Choose tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     direct = choose_direct_tiles(shape, target)
-    images, rows = _chunk(shape, target)
+    images, rows = (shape.n, grid(shape.rows)) if by_block else _chunk(shape, target)
     count = images * rows * grid(shape.columns)
     pixels = WIDE_PIXELS if vector_registers(target) == 32 else NARROW_PIXELS
     micro = min(range(1, pixels + 1), key=lambda m: (-(-count // m) * (max(m, LEAST_PIXELS) + MICRO_OVERHEAD), -m))
@@ -87,8 +90,20 @@ def choose_tiles(shape: Convolution, target: CpuTarget) -> WinogradTiles:
         **dataclasses.asdict(chosen),
         micro=micro,
         together=-(-count // micro) if is_big else 1,
-        in_blocks=blocks if is_big else 1,
+        in_blocks=blocks if is_big and not by_block else 1,
+        by_block=by_block,
     )
+
+
+def shares_blocks(shape: Convolution, target: CpuTarget) -> bool:
+    """Tell whether threads share the input channels and not the tiles: where weights are far more than maps.
+
+    Each of them then transforms all of dy, and none transforms a weight, or sums a weight's gradient, that another one
+    does too. Measured (docs/decisions.md, D131).
+    """
+    tiles = shape.n * grid(shape.rows) * grid(shape.columns)
+    blocks = -(-shape.cin // choose_direct_tiles(shape, target).block)
+    return BLOCK_TILES * tiles <= shape.cin and blocks >= target.threads
 
 
 def _chunk(shape: Convolution, target: CpuTarget) -> tuple[int, int]:

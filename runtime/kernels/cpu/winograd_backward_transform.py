@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -34,63 +34,92 @@ SCATTERED = 64  # and output channels, so that the partials are read in runs
 
 
 def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
-    """Write G w' G^T of the rotated weights. The channels that fill up the last block are zeros."""
-    shape, block, lanes = nest.shape, nest.tiles.block, nest.tiles.lanes
-    weight = nest.arguments["weight"]
+    """Write G w' G^T of the rotated weights, of all blocks of input channels."""
     with T.parallel(0, nest.threads) as thread:
-        first, count = tir.share(nest.blocks * shape.cout, nest.threads, thread)
+        first, count = tir.share(nest.blocks * nest.shape.cout, nest.threads, thread)
         with T.serial(0, count) as i:
             item = T.bind(first + i)
-            number, out = item // shape.cout, item % shape.cout
-            source = T.bind((out * shape.cin + number * block) * TAPS)
-            target = T.bind(item * block)
+            _transform_windows(nest, weights, item // nest.shape.cout, item % nest.shape.cout)
 
-            def vector(start: Expr, width: int, source: Expr = source, target: Expr = target) -> None:
-                def rotated(r: int, s: int) -> Expr:
-                    return source + start * TAPS + (TAPS - 1 - (r * KERNEL + s))
 
-                places = weight_transform(load_block(weight, KERNEL, rotated, width, TAPS), T.bind)
-                store_places(weights, places, target + start, nest.weights_place, width)
+def transform_block(nest: WinogradNest, weights: Buffer, block: Expr) -> None:
+    """Write G w' G^T of the rotated weights of one block of input channels, which `weights` has alone."""
+    with T.serial(0, nest.shape.cout) as out:
+        _transform_windows(nest, weights, block, out)
 
-            def channels(count: int, target: Expr = target, vector: Callable[[Expr, int], None] = vector) -> None:
-                if count < block:
-                    with T.serial(0, PLACES) as place:
-                        tir.zero(weights, target + place * nest.weights_place + count, block - count, lanes)
-                tir.vectors(count, lanes, vector)
 
-            tir.with_width(number, block, shape.cin, channels)
+def _transform_windows(nest: WinogradNest, weights: Buffer, number: Expr, out: Expr) -> None:
+    """Transform the windows between a block of input channels and an output channel; what fills up the last block is
+    zeros."""
+    shape, block, lanes = nest.shape, nest.tiles.block, nest.tiles.lanes
+    source = T.bind((out * shape.cin + number * block) * TAPS)
+    target = T.bind((nest.held(number) * shape.cout + out) * block)
+
+    def vector(start: Expr, width: int) -> None:
+        def rotated(r: int, s: int) -> Expr:
+            return source + start * TAPS + (TAPS - 1 - (r * KERNEL + s))
+
+        places = weight_transform(load_block(nest.arguments["weight"], KERNEL, rotated, width, TAPS), T.bind)
+        store_places(weights, places, target + start, nest.weights_place, width)
+
+    def channels(count: int) -> None:
+        if count < block:
+            with T.serial(0, PLACES) as place:
+                tir.zero(weights, target + place * nest.weights_place + count, block - count, lanes)
+        tir.vectors(count, lanes, vector)
+
+    tir.with_width(number, block, shape.cin, channels)
 
 
 def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:
     """Write dweight (OIHW): G^T P G of the sum P of the threads' partials."""
-    shape, lanes = nest.shape, nest.tiles.lanes
     chunk, width = min(GATHERED, nest.tiles.block), min(SCATTERED, nest.out_padded)
-    chunks, stripes = -(-shape.cin // chunk), -(-shape.cout // width)
-    dweight = nest.arguments["dweight"]
+    chunks, stripes = -(-nest.shape.cin // chunk), -(-nest.shape.cout // width)
     with T.parallel(0, nest.threads) as thread:
         first, count = tir.share(chunks * stripes, nest.threads, thread)
         gathered = tir.workspace(chunk * TAPS * width)
         with T.serial(0, count) as i:
             item = T.bind(first + i)
             start, out = T.bind(item // stripes * chunk), T.bind(item % stripes * width)
-            channels = T.bind(tirx.Min(chunk, shape.cin - start))
-            present = T.bind(tirx.Min(width, shape.cout - out))
-            with T.serial(0, channels) as channel, T.serial(0, (present + lanes - 1) // lanes) as v:
-                source = T.bind((start + channel) * nest.out_padded + out + v * lanes)
-                for tap, value in enumerate(_weight_gradient(nest, partial, source)):
-                    store(gathered, span((channel * TAPS + tap) * width + v * lanes, lanes), value)
-            with T.serial(0, present) as lane:
-                target = T.bind(((out + lane) * shape.cin + start) * TAPS)
-                with T.serial(0, channels * TAPS) as j:
-                    store(dweight, target + j, gathered[j * width + lane])
+            places = [start * nest.out_padded + k * nest.partial_size for k in range(nest.threads)]
+            _unpack(nest, partial, places, gathered, start, out)
 
 
-def _weight_gradient(nest: WinogradNest, partial: Buffer, source: Expr) -> list[Expr]:
-    """Write the 9 taps for one input channel and a vector of output channels, which lie at `source` in each place."""
+def unpack_block(nest: WinogradNest, partial: Buffer, block: Expr) -> None:
+    """Write dweight of one block of input channels, which `partial` has alone."""
+    chunk, width = min(GATHERED, nest.tiles.block), min(SCATTERED, nest.out_padded)
+    gathered = tir.workspace(chunk * TAPS * width)
+    first = T.bind(block * nest.tiles.block)
+    present = tirx.Min(nest.tiles.block, nest.shape.cin - first)
+    with T.serial(0, (present + (chunk - 1)) // chunk) as i, T.serial(0, -(-nest.shape.cout // width)) as stripe:
+        place = i * (chunk * nest.out_padded)
+        _unpack(nest, partial, [place], gathered, T.bind(first + i * chunk), T.bind(stripe * width))
+
+
+def _unpack(
+    nest: WinogradNest, partial: Buffer, places: Sequence[Expr], gathered: Buffer, start: Expr, out: Expr
+) -> None:
+    """Write dweight of some channels from `start` and `out` on, whose partials begin at `places`."""
+    shape, lanes = nest.shape, nest.tiles.lanes
+    chunk, width = min(GATHERED, nest.tiles.block), min(SCATTERED, nest.out_padded)
+    channels = T.bind(tirx.Min(chunk, shape.cin - start))
+    present = T.bind(tirx.Min(width, shape.cout - out))
+    with T.serial(0, channels) as channel, T.serial(0, (present + lanes - 1) // lanes) as v:
+        source = T.bind(channel * nest.out_padded + out + v * lanes)
+        for tap, value in enumerate(_weight_gradient(nest, partial, [place + source for place in places])):
+            store(gathered, span((channel * TAPS + tap) * width + v * lanes, lanes), value)
+    with T.serial(0, present) as lane:
+        target = T.bind(((out + lane) * shape.cin + start) * TAPS)
+        with T.serial(0, channels * TAPS) as j:
+            store(nest.arguments["dweight"], target + j, gathered[j * width + lane])
+
+
+def _weight_gradient(nest: WinogradNest, partial: Buffer, sources: Sequence[Expr]) -> list[Expr]:
+    """Write the 9 taps for one input channel and a vector of output channels, the sum of those at `sources`."""
 
     def total(row: int, column: int) -> Expr:
-        at = source + (row * PATCH + column) * nest.partial_place
-        parts = [partial[span(at + k * nest.partial_size, nest.tiles.lanes)] for k in range(nest.threads)]
+        place = (row * PATCH + column) * nest.partial_place
+        parts = [partial[span(source + place, nest.tiles.lanes)] for source in sources]
         return T.bind(sum(parts[1:], parts[0]))
 
     sums = [[total(row, column) for column in range(PATCH)] for row in range(PATCH)]
@@ -116,7 +145,7 @@ def transform_read(nest: WinogradNest, read: Buffer, inputs: Buffer, block: Expr
 
     def tile(image: Expr, row: Expr, column: Expr, number: Expr) -> None:
         corner = ((image * nest.read_rows + row * OUT) * nest.read_columns + column * OUT) * width
-        source = T.bind(block * nest.read_block + corner)
+        source = T.bind(nest.held(block) * nest.read_block + corner)
         target = T.bind((slot * nest.count + number) * nest.tiles.block)
 
         def vector(start: Expr, lanes: int) -> None:
