@@ -17,7 +17,13 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.cpu.tiles import conv_shape
-from bnfuse.runtime.kernels.cpu.winograd_forward import FAR_BYTES, TILE_BYTES, choose_winograd_tiles, whole_squares
+from bnfuse.runtime.kernels.cpu.winograd_forward_shape import (
+    FAR_BYTES,
+    TILE_BYTES,
+    choose_winograd_tiles,
+    shares_blocks,
+    whole_squares,
+)
 from bnfuse.runtime.targets.target import CpuTarget
 
 direct = load(pathlib.Path(__file__).with_name("test_conv_forward.py"))
@@ -50,6 +56,23 @@ SAME = (1, 1, 1, 1)
 )
 def test_convolution_is_that_of_the_reference(case):
     direct.check(case, generator=winograd)
+
+
+SHARED = [  # far more weights than pixels: threads share the blocks of output channels
+    Case(FULL, 3, 2, 2, 37, 69, WINDOW, pads=SAME, slots=5),  # a last block of 5 channels
+    Case("NormalizeReluConvBiasStoreInputStatistics", 2, 3, 2, 20, 70, WINDOW, pads=SAME),
+    Case("ConvBiasRelu", 1, 4, 3, 130, 80, WINDOW, pads=(1, 0, 0, 1), slots=2),
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_that_share_channels(case, threads):
+    target = CpuTarget("haswell", 8, threads)
+    height, width = (size + case.pads[i] + case.pads[i + 2] - 2 for i, size in enumerate((case.h, case.w)))
+    asked = direct.problem(case, (height, width))
+    assert shares_blocks(asked, conv_shape(asked), target)
+    direct.check(case, target, generator=winograd)
 
 
 @pytest.mark.parametrize("target", [CpuTarget("haswell", 8, 2), CpuTarget("x86-64", 4, 1)], ids=["avx2", "sse"])
@@ -138,6 +161,20 @@ def test_rule_chooses_the_faster_algorithm_and_offers_both(shape, first):
     found = algorithms(problem(*shape), AVX512)
     assert found[0] == first
     assert set(found) == {"direct", "winograd"}
+
+
+def test_threads_share_channels_where_weights_outnumber_maps():
+    target = CpuTarget("znver3", 8, 2)
+
+    def shared(*shape: int) -> bool:
+        asked = problem(*shape)
+        return shares_blocks(asked, conv_shape(asked), target)
+
+    assert shared(2, 512, 512, 32)
+    assert algorithms(problem(2, 512, 512, 32), target)[0] == "winograd"
+    assert algorithms(problem(2, 512, 512, 4), target)[0] == "direct"  # weights are too many for that
+    assert not shared(4, 256, 256, 32)
+    assert not shared(7, 512, 512, 16)
 
 
 @pytest.mark.parametrize("changes", [{"strides": (2, 2)}, {"group": 2}, {"dilations": (2, 2), "pads": (2, 2, 2, 2)}])

@@ -36,7 +36,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
-from bnfuse.runtime.kernels.cpu import amx_forward, products, winograd_forward
+from bnfuse.runtime.kernels.cpu import amx_forward, products
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
@@ -66,7 +66,8 @@ from bnfuse.runtime.kernels.cpu.tir import (
     store,
     workspace,
 )
-from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest, choose_winograd_tiles
+from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest
+from bnfuse.runtime.kernels.cpu.winograd_forward_shape import choose_winograd_tiles, shares_blocks, takes, wins
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -75,9 +76,12 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
     tiles = ("amx",) if amx_forward.takes(problem, shape, target) else ()
-    if not winograd_forward.takes(shape):
+    if not takes(shape):
         return (*tiles, "direct")
-    return (*tiles, *(("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")))
+    return (
+        *tiles,
+        *(("winograd", "direct") if wins(problem, shape, target) else ("direct", "winograd")),
+    )
 
 
 def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
@@ -129,7 +133,8 @@ def nest(
 ) -> ForwardNest:
     """Give the loop nest of an algorithm for a shape; `plan` is of the direct one alone."""
     if algorithm == "winograd":
-        return WinogradNest(problem, target, arguments, shape, choose_winograd_tiles(shape, target))
+        by_block = shares_blocks(problem, shape, target)
+        return WinogradNest(problem, target, arguments, shape, choose_winograd_tiles(shape, target, by_block))
     if shape.is_depthwise:
         return DepthwiseNest(problem, target, arguments, shape)
     flat = seen(problem)

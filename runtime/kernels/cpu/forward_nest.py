@@ -43,7 +43,7 @@ class ForwardNest:
 
     @property
     def packed_weights(self) -> int:
-        """Count the floats of the packed weights."""
+        """Count the floats of the packed weights; 0 where threads pack them as they go."""
         raise NotImplementedError
 
     def pack_weights(self, thread: Expr) -> None:
@@ -66,7 +66,8 @@ class ForwardNest:
     def emit(self) -> None:
         """Write the function's body: all weights, then all tiles, then the threads' statistics."""
         shape, threads = self.shape, self.target.threads
-        self.weights = workspace(self.packed_weights, self.packed_dtype)
+        if self.packed_weights:
+            self.weights = workspace(self.packed_weights, self.packed_dtype)
         statistics = "Statistics" in self.epilogue
         own = self.elements.sums_size if self.is_gradient else 0
         self.totals = workspace(threads * own, "float64") if own else None
@@ -75,10 +76,13 @@ class ForwardNest:
         self.images = None
         if "ImageStatistics" in self.epilogue:
             self.images = Slots.allocate(shape.n, threads, 2, shape.cout)
-        with T.parallel(0, threads) as thread:
-            self.pack_weights(thread)
-            if "StoreInput" in self.epilogue and not self.stores_in_passing:
-                self.entry.store_all(thread, self.target)
+        stores = "StoreInput" in self.epilogue and not self.stores_in_passing
+        if self.packed_weights or stores:
+            with T.parallel(0, threads) as thread:
+                if self.packed_weights:
+                    self.pack_weights(thread)
+                if stores:
+                    self.entry.store_all(thread, self.target)
         with T.parallel(0, threads) as thread:
             if statistics:
                 self.partials.clear(thread)

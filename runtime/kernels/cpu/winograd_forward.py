@@ -9,6 +9,9 @@
                 for place, for a micro tile of squares: M [place 16][squares][NR] = V * U   registers, U in first-level
                 for squares: transform M; + bias; float64 sums of y and its squared deviations; store y
 
+Where weights are far more than maps threads share the blocks of output channels instead, over all squares, and each
+transforms the weights of a block where it multiplies (`by_block`): what is transformed stays in the second-level cache.
+
 Takes windows of 3x3, stride 1, dilation 1, one group; any padding. Where a size is odd the last squares hang over:
 their inputs are zeros of the packed tile, and what lies outside of y is neither stored nor counted.
 
@@ -31,7 +34,6 @@ rectified, or 1000 from zero): each sum has a ninth of the terms.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -43,16 +45,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest, Write
 from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
 from bnfuse.runtime.kernels.cpu.partials import moments
-from bnfuse.runtime.kernels.cpu.tiles import (
-    PACK_DIRECT,
-    ConvShape,
-    Tiles,
-    balanced,
-    choose_tiles,
-    choose_vectors,
-    cost,
-    micro_pixels,
-)
+from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import (
     Arguments,
     Buffer,
@@ -78,121 +71,13 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     store_places,
     weight_transform,
 )
+from bnfuse.runtime.kernels.cpu.winograd_forward_shape import WinogradTiles, whole_squares
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
-
-# Chosen by hand
-TILE_BYTES = 448 << 10  # of packed input
-NEAR_BYTES = 512 << 10  # of transformed weights that stay in the second-level cache, and of patches beside them
-FAR_BYTES = 1152 << 10  # of patches, where the weights come from afar: once for each block of squares
-
-# Cycles with 16 lanes, fitted to 26 layers' times (docs/decisions.md, D12; benchmarks/conv_kernels.py measures both
-# algorithms); a multiplication of two vectors is half a cycle
-PACK = 14  # a vector of a packed pixel
-TRANSFORM = 58  # a vector of a patch
-FINISH = 40  # a vector of a square's outputs
-WEIGHT = 80  # to transform the windows of a vector of output channels and an input channel, more than to pack them
-NEAR, FAR = 1 / 64, 1 / 24  # a byte of weights, each time
-COLD, COLD_BYTES = 1, 4 << 20  # a byte of weights beyond so many, once: all threads wait for one memory
-MARGIN = 0.95  # of the direct kernel's cycles, which it has to stay below; chosen by hand
 
 LINE = 16  # floats of a cache line
 
 Leave = Callable[[Sequence[Expr], Sequence[Expr]], None]  # (pixels of y, their values)
-
-
-def takes(shape: ConvShape) -> bool:
-    """Tell whether the algorithm can do a convolution: 3x3, without stride, dilation and groups; any padding."""
-    window = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.dilation_h, shape.dilation_w)
-    return window == (3, 3, 1, 1, 1, 1) and shape.groups == 1
-
-
-def wins(shape: ConvShape, target: CpuTarget) -> bool:
-    """Tell whether the algorithm is estimated to be faster than the direct one."""
-    direct = choose_tiles(shape, target)
-    return winograd_cost(shape, choose_winograd_tiles(shape, target), target) < MARGIN * direct_cost(
-        shape, direct, target
-    )
-
-
-def whole_squares(shape: ConvShape) -> ConvShape:
-    """Round the sizes of y up to what whole squares cover."""
-    return dataclasses.replace(shape, oh=math.ceil(shape.oh / OUT) * OUT, ow=math.ceil(shape.ow / OUT) * OUT)
-
-
-@dataclasses.dataclass(frozen=True)
-class WinogradTiles:
-    """Sizes of the micro tile (vectors x squares), the block of squares, and the packed tile (images x rows)."""
-
-    vectors: int
-    micro: int
-    block: int
-    images: int
-    rows: int  # of output, even
-    pitch: int  # elements between pixels of the packed tile, and between squares of the transformed patches
-
-    def packed_bytes(self, even: ConvShape) -> int:
-        """Count the bytes of the packed tile."""
-        return 4 * self.images * even.packed_rows(self.rows) * even.packed_columns * self.pitch
-
-    def squares(self, even: ConvShape) -> int:
-        """Count the squares of a packed tile."""
-        return self.images * self.rows * even.ow // OUT**2
-
-    @property
-    def patch_bytes(self) -> int:
-        """Count the bytes of a block's transformed patches."""
-        return 4 * PLACES * self.block * self.pitch
-
-
-def choose_winograd_tiles(shape: ConvShape, target: CpuTarget) -> WinogradTiles:
-    """Choose the cheapest of the tiles that fit."""
-    even = whole_squares(shape)
-    sizes = [(1, rows) for rows in range(OUT, even.oh + 1, OUT)] + [
-        (images, even.oh) for images in range(2, even.n + 1)
-    ]
-    options = [_tiles(shape, target, *size) for size in sizes]
-    fitting = [tiles for tiles in options if tiles.packed_bytes(even) <= TILE_BYTES]
-    return min(fitting or options[:1], key=lambda tiles: winograd_cost(shape, tiles, target))
-
-
-def _tiles(shape: ConvShape, target: CpuTarget, images: int, rows: int) -> WinogradTiles:
-    """Give the largest blocks of squares that the cache has room for, all of one size, in micro tiles of one size."""
-    vectors = choose_vectors(shape.cout, target)
-    pitch = math.ceil(shape.cin / target.lanes) * target.lanes + target.lanes
-    most = (NEAR_BYTES if weight_bytes(shape) <= NEAR_BYTES else FAR_BYTES) // (4 * PLACES * pitch)
-    block = balanced(images * rows * whole_squares(shape).ow // OUT**2, max(most, 1))
-    micro = balanced(block, micro_pixels(vectors, target))
-    return WinogradTiles(vectors, micro, math.ceil(block / micro) * micro, images, rows, pitch)
-
-
-def weight_bytes(shape: ConvShape) -> int:
-    """Count the bytes of the transformed weights."""
-    return 4 * PLACES * shape.cin * shape.cout
-
-
-def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: CpuTarget) -> float:
-    """Estimate the cycles of the busiest thread."""
-    even = whole_squares(shape)
-    inputs, outputs = math.ceil(shape.cin / target.lanes), math.ceil(shape.cout / target.lanes / tiles.vectors)
-    outputs *= tiles.vectors
-    squares = tiles.squares(even)
-    blocks = math.ceil(squares / tiles.block)
-    multiply = blocks * tiles.block * PLACES * shape.cin * outputs / 2
-    pack = PACK * tiles.images * even.packed_rows(tiles.rows) * even.packed_columns * inputs
-    transforms = squares * (TRANSFORM * inputs + FINISH * outputs)
-    sweep = blocks * weight_bytes(shape) * (NEAR if weight_bytes(shape) <= NEAR_BYTES else FAR)
-    count = math.ceil(shape.n / tiles.images) * math.ceil(even.oh / tiles.rows)
-    weights = WEIGHT * shape.cin * outputs / target.threads + COLD * max(0, weight_bytes(shape) - COLD_BYTES)
-    return math.ceil(count / target.threads) * (multiply + pack + transforms + sweep) + weights
-
-
-def direct_cost(shape: ConvShape, tiles: Tiles, target: CpuTarget) -> float:
-    """Estimate the cycles of the busiest thread for the direct algorithm."""
-    count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
-    packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns
-    more = packed * math.ceil(shape.cin / target.lanes) * (PACK - PACK_DIRECT)  # `cost` counts that
-    return cost(shape, tiles, target) + math.ceil(count / target.threads) * more
 
 
 def odd_lines(elements: int) -> int:
@@ -213,24 +98,32 @@ class WinogradNest(ForwardNest):
         self.weight_stride = odd_lines(shape.cin * self.width)  # from place to place
         self.patch_stride = odd_lines(tiles.block * tiles.pitch)
         self.product_stride = odd_lines(tiles.block * self.width)
+        if tiles.by_block:
+            self.stores_in_passing = False  # all threads pass
 
     # Weights
 
     @property
     def packed_weights(self) -> int:
         """Count the floats of the transformed weights."""
-        return self.out_blocks * PLACES * self.weight_stride
+        return 0 if self.tiles.by_block else self.out_blocks * PLACES * self.weight_stride
 
     def pack_weights(self, thread: Expr) -> None:
         """Transform a thread's share of the weights, some (output block, input channel)s."""
         shape = self.shape
         first, count = share(self.out_blocks * shape.cin, self.target.threads, thread)
         with T.serial(0, count) as i:
-            block = T.bind((first + i) // shape.cin)
-            channel = T.bind((first + i) % shape.cin)
-            source = T.bind((block * self.width * shape.cin + channel) * 9)
-            target = T.bind(block * (PLACES * self.weight_stride) + channel * self.width)
-            self.with_output_width(block, functools.partial(self.pack_weight, source, target))
+            self.pack_windows(T.bind((first + i) // shape.cin), T.bind((first + i) % shape.cin))
+
+    def pack_windows(self, block: Expr, channel: Expr) -> None:
+        """Transform the windows between an output block and an input channel."""
+        source = T.bind((block * self.width * self.shape.cin + channel) * 9)
+        target = T.bind(self.weight_place(block, 0) + channel * self.width)
+        self.with_output_width(block, functools.partial(self.pack_weight, source, target))
+
+    def weight_place(self, block: Expr, number: Expr) -> Expr:
+        """Write where the transformed weights of an output block and a place begin."""
+        return ((0 if self.tiles.by_block else block * PLACES) + number) * self.weight_stride
 
     def pack_weight(self, source: Expr, target: Expr, width: int) -> None:
         """Transform the windows of `self.width` output channels, of which `width` exist."""
@@ -250,6 +143,9 @@ class WinogradNest(ForwardNest):
         self.tile = PackedTile(even, tiles.images, tiles.rows, tiles.pitch, self.lanes)
         self.patches = workspace(PLACES * self.patch_stride)
         self.products = workspace(PLACES * self.product_stride)
+        if tiles.by_block:
+            self.work_by_block(thread)
+            return
         for place in places(even, tiles.images, tiles.rows, self.target.threads, thread):
             self.tile.pack(place, self.stores_in_passing, self.pack_pixel)
             squares = place.images * (place.rows // OUT) * (even.ow // OUT)
@@ -260,6 +156,21 @@ class WinogradNest(ForwardNest):
                 with loop(self.out_blocks) as out_block:
                     self.multiply(place, first, count, out_block)
                     self.finish(place, first, count, out_block)
+
+    def work_by_block(self, thread: Expr) -> None:
+        """Write all output blocks of a thread, over all squares."""
+        squares = self.tiles.squares(self.even)
+        place = Place(thread, 0, self.even.n, True, 0, self.even.oh, True)
+        self.weights = workspace(PLACES * self.weight_stride)
+        self.tile.pack(place, self.stores_in_passing, self.pack_pixel)
+        self.transform_input(place, 0, squares)
+        first, count = share(self.out_blocks, self.target.threads, thread)
+        with T.serial(0, count) as i:
+            block = T.bind(first + i)
+            with T.serial(0, self.shape.cin) as channel:
+                self.pack_windows(block, channel)
+            self.multiply(place, 0, squares, block)
+            self.finish(place, 0, squares, block)
 
     def pack_pixel(self, index: Expr, pixel: Expr, stored: bool) -> None:
         """Pack all channels of one pixel."""
@@ -313,7 +224,7 @@ class WinogradNest(ForwardNest):
         """Add patches * weights to the accumulators, over the input channels."""
         pitch = self.tiles.pitch
         patches = T.bind(number * self.patch_stride + m * (self.tiles.micro * pitch))
-        weights = T.bind((block * PLACES + number) * self.weight_stride)
+        weights = T.bind(self.weight_place(block, number))
         with T.serial(0, self.shape.cin) as k:
             for p, v in itertools.product(range(self.tiles.micro), range(self.tiles.vectors)):
                 index = span(p * self.width + v * self.lanes, self.lanes)
