@@ -45,9 +45,9 @@ class Evaluator:
 
     def nodes(self, nodes: Any, env: dict[str, Any], outer: Attributes, wanted: set[str]) -> None:
         """Runs nodes in order and forgets each tensor after its last reader."""
-        nodes = list(nodes)
-        last = {name: i for i, node in enumerate(nodes) for name in reads(node)}
-        for i, node in enumerate(nodes):
+        nodes = [(node, reads(node)) for node in nodes]
+        last = {name: i for i, (_, read) in enumerate(nodes) for name in read}
+        for i, (node, read) in enumerate(nodes):
             inputs = [env[name] if name else None for name in node.input]
             attributes = {a.name: self.attribute(a, outer) for a in node.attribute}
             if node.op_type == "Loop":
@@ -55,7 +55,7 @@ class Evaluator:
             else:
                 results = self.call(node, inputs, {k: v for k, v in attributes.items() if v is not None})
             env |= {name: value for name, value in zip(node.output, results, strict=False) if name}
-            for name in reads(node):
+            for name in read:
                 if name in env and last[name] == i and name not in wanted:
                     del env[name]
 
@@ -95,7 +95,8 @@ class Evaluator:
 
 def reads(node: onnx.NodeProto) -> set[str]:
     """What a node reads, with what graphs inside of it read."""
-    inner = {name for a in node.attribute for each in a.g.node for name in reads(each)}
+    graphs = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    inner = {name for graph in graphs for each in graph.node for name in reads(each)}
     return {*node.input, *inner} - {""}
 
 
