@@ -18,7 +18,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.cpu.backend import CpuBackend
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu import amx, tir
 from bnfuse.runtime.kernels.cpu.amx_forward import AmxTiles, choose_amx_tiles
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward, seen
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -62,6 +62,12 @@ def test_wide_vectors_and_more_threads_than_tiles(emulated):
     """As a CPU with tiles has them."""
     case = Case(FULL, 1, 5, 6, 37, 45, (3, 3), pads=(1,) * 4, slots=3)
     direct.check(case, dataclasses.replace(TARGET, lanes=16, threads=3), tolerance=ROUNDING)
+
+
+@tiles.NEEDS
+def test_weights_that_do_not_stay_near_the_tiles(emulated, monkeypatch):
+    monkeypatch.setattr(amx, "NEAR", 0)
+    direct.check(Case("ConvStatistics", 5, 7, 7, 40, 70, (3, 3), pads=(1,) * 4), TARGET, tolerance=ROUNDING)
 
 
 @tiles.NEEDS

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from source_files import load
 from transposed_case import FORWARD, INPUT, WEIGHT, TransposedCase
 
-from bnfuse.runtime.kernels.cpu import amx_backward, tir
+from bnfuse.runtime.kernels.cpu import amx, amx_backward, tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -31,6 +31,8 @@ TARGET, emulated = tiles.TARGET, tiles.emulated
     "case",
     [
         pytest.param(Case("ConvGrad", 2, 7, 7, 70, 24, slots=3), id="1x1"),
+        pytest.param(Case("ConvGrad", 2, 7, 7, 24, 70, slots=3), id="1x1-to-more-channels"),
+        pytest.param(Case("ConvGradWeight", 3, 5, 7, 35, 34), id="1x1-weights"),
         pytest.param(Case("ConvGrad", 3, 9, 8, 20, 35, (3, 3), pads=(1,) * 4), id="3x3"),
         pytest.param(Case("ConvGrad", 2, 9, 8, 20, 35, (3, 3), (2, 1), (1,) * 4), id="3x3-strided"),
         pytest.param(Case("ConvGrad", 1, 8, 7, 33, 17, (1, 1), (2, 2)), id="1x1-strided"),
@@ -55,12 +57,27 @@ def test_products_are_those_of_rounded_operands_and_sums_float32(emulated, case)
     "case",
     [
         Case(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
+        Case(FULL, 3, 5, 7, 70, 21, slots=2),
         Case(gradients.GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
         Case("NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale", 2, 6, 8, 19, 21, (3, 2), pads=(0, 1, 2, 0)),
     ],
     ids=str,
 )
 def test_every_step_of_prologue_and_epilogue(emulated, case):
+    gradients.check(case, ROUNDING, TARGET)
+
+
+@tiles.NEEDS
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ConvGrad", 2, 9, 8, 40, 35, (3, 3), (2, 1), (1,) * 4),
+        Case("ConvGrad", 2, 7, 7, 70, 34),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_stay_near_the_tiles(emulated, monkeypatch, case):
+    monkeypatch.setattr(amx, "NEAR", 0)
     gradients.check(case, ROUNDING, TARGET)
 
 

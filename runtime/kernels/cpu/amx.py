@@ -25,6 +25,7 @@ SIDE, DEPTH = 16, 32  # rows, or columns, of a tile of sums; how deep a product 
 BLOCK = 2 * SIDE  # rows, or columns, of a block of sums
 SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)
 LINE = 64  # bytes of a tile's row
+NEAR = 512 << 10  # bytes of packed weights that stay in a second-level cache of 2 MiB, beside a tile
 CONFIGURATION, PALETTE, WIDTHS, HEIGHTS = 64, 1, 16, 48  # its size, its first byte, where sizes of tiles are
 
 
@@ -106,6 +107,21 @@ def add(columns: int, left: tuple[Buffer, Expr, int], right: tuple[Buffer, Expr,
         load(number, buffer, index + j * LINE // _size(buffer), stride)
     for i, j, number in sums_of(columns):
         instruction("tdpbf16ps", _tile(number), _tile(LEFT[i]), _tile(RIGHT[j]))
+
+
+@contextlib.contextmanager
+def sweep(weights: int, blocks: int, images: Expr, windows: Expr) -> Iterator[tuple[Expr, Expr, Expr]]:
+    """Write loops over blocks of channels, over images and over their windows of 32 positions.
+
+    Where so many packed weights stay near, all channels of a window are done at once: what lies together in the maps is
+    read and written together. Otherwise a block's weights are used for all windows.
+    """
+    if 2 * weights <= NEAR:
+        with T.serial(0, images) as image, T.serial(0, windows) as window, T.serial(0, blocks) as block:
+            yield block, image, window
+    else:
+        with T.serial(0, blocks) as block, T.serial(0, images) as image, T.serial(0, windows) as window:
+            yield block, image, window
 
 
 def deep(size: int) -> int:

@@ -6,7 +6,8 @@ is in conv_backward.py.
         grad <- dy after its prologue, with a border of zeros: [position][cout]             second-level cache
         dweight: pairs <- grad: [position/2][cout][2]; read <- x after its prologue: [cin][position]
                  for r, s, 32 of cin, 32 of cout: partial += read * pairs over the positions
-        dx:      for 32 of cin, residues, 32 positions: sums += grad * weights, over r, s, 32 of cout
+                 (1x1 with fewer channels at its output: pairs <- x, read <- grad; turning is what takes time)
+        dx:      for residues, 32 of cin and 32 positions: sums += grad * weights, over r, s, 32 of cout
                  to a scratch, and from there through the epilogue
 
 As on the way forward (amx_forward.py) positions are all places of a row of a tile, pixels or not. Towards x those are
@@ -139,6 +140,37 @@ class AmxNest(Nest):
         """Count the floats of a block of sums."""
         return amx.BLOCK * amx.BLOCK
 
+    # The sides of dweight: one is turned, of the other one positions are paired
+
+    @property
+    def turns_grad(self) -> bool:
+        """Tell whether dy is turned in the place of x: where it has fewer channels, and no tap moves x."""
+        return self.shape.is_pointwise and self.shape.cout < self.shape.cin
+
+    @property
+    def turned(self) -> int:
+        """Count the channels of the side that is turned, in whole blocks."""
+        return self.out_padded if self.turns_grad else self.blocks * self.tiles.block
+
+    @property
+    def paired(self) -> int:
+        """Count the channels of the side whose positions are paired, in whole blocks."""
+        return self.blocks * self.tiles.block if self.turns_grad else self.out_padded
+
+    @property
+    def partial_row(self) -> int:
+        """Count the floats per (block, row, column) of the partial: [32][paired]."""
+        return amx.BLOCK * self.paired
+
+    @property
+    def partial_group(self) -> int:
+        """Count the floats of a thread's partial."""
+        return self.turned * self.shape.taps * self.paired
+
+    def partial_index(self, channel: Expr, r: Expr, s: Expr, out: Expr) -> Expr:
+        """Write where an element of dweight lies in a partial."""
+        return out * self.paired + channel if self.turns_grad else super().partial_index(channel, r, s, out)
+
     # The read tile: [image][row % stride][column % stride][channel][row / stride, column / stride]
 
     @property
@@ -168,7 +200,7 @@ class AmxNest(Nest):
     @property
     def read_phase(self) -> int:
         """Count the elements of a phase."""
-        return self.blocks * self.tiles.block * self.read_row
+        return self.turned * self.read_row
 
     @property
     def read_image(self) -> int:
@@ -210,7 +242,7 @@ def work(nest: AmxNest, space: dict[str, Buffer], thread: Expr) -> None:
     if nest.wants_weight:
         read, pairs = tir.workspace(images * nest.read_image, HALF), _pairs(nest)
         zero(read, 0, images * nest.read_image, lanes)
-        stage = tir.workspace(STAGE * nest.blocks * nest.tiles.block, HALF)
+        stage = None if nest.turns_grad else tir.workspace(STAGE * nest.blocks * nest.tiles.block, HALF)
     scratch = tir.workspace(nest.micro_size)
     first, count = tir.share(nest.items, nest.threads, thread)
     with amx.tiles(), T.serial(0, count) as number:
@@ -221,8 +253,12 @@ def work(nest: AmxNest, space: dict[str, Buffer], thread: Expr) -> None:
         if "bias" in space:
             bias_gradient(nest, grad, space["bias"], place)
         if nest.wants_weight:
-            pack_pairs(nest, grad, pairs, place)
-            pack_read(nest, read, stage, place)
+            if nest.turns_grad:
+                pair_read(nest, pairs, place)
+                turn_grad(nest, grad, read)
+            else:
+                pack_pairs(nest, grad, pairs, place)
+                pack_read(nest, read, stage, place)
             weight_gradient(nest, read, pairs, space["partial"], place)
         if nest.wants_input:
             input_gradient(nest, grad, space["packed"], space.get("sums"), place)
@@ -233,7 +269,7 @@ def work(nest: AmxNest, space: dict[str, Buffer], thread: Expr) -> None:
 
 def _pairs(nest: AmxNest) -> Buffer:
     """Allocate the pairs: two neighbouring positions of a channel in the halves of 32 bits."""
-    size = nest.tiles.images * nest.positions // 2 * nest.out_padded
+    size = nest.tiles.images * nest.positions // 2 * nest.paired
     pairs = tir.workspace(size, "uint32")
     zero(pairs, 0, size, nest.tiles.lanes)
     return pairs
@@ -269,6 +305,52 @@ def pack_pairs(nest: AmxNest, grad: Buffer, pairs: Buffer, place: Place) -> None
                     pair(T.bind((row + 2 * whole) * nest.out_pitch), start + whole * padded, False)
             with otherwise():
                 zero(pairs, start, nest.across // 2 * padded, nest.tiles.lanes)
+
+
+def pair_read(nest: AmxNest, pairs: Buffer, place: Place) -> None:
+    """Put x of a pointwise convolution's tile, after its prologue, in pairs."""
+    columns, paired = nest.shape.columns, nest.paired
+    first = T.bind((place.image * nest.shape.rows.size + place.unit) * columns.size)
+
+    def pair(pixel: Expr, target: Expr, both: bool) -> None:
+        def element(channel: Expr) -> None:
+            low, *high = (
+                tirx.Cast("uint32", tir.rounded(nest.activated(pixel + behind, channel))) for behind in range(1 + both)
+            )
+            store(pairs, target + channel, low | (high[0] << tirx.const(16, "uint32")) if both else low)
+
+        over_channels(nest.shape.cin, nest.tiles.lanes, element)
+
+    whole, rest = divmod(columns.size, 2)
+    if whole:
+        with T.serial(0, whole) as w:
+            pair(T.bind(first + 2 * w), T.bind(w * paired), True)
+    if rest:
+        pair(first + 2 * whole, whole * paired, False)
+
+
+def turn_grad(nest: AmxNest, grad: Buffer, read: Buffer) -> None:
+    """Turn dy of a pointwise convolution's tile: [cout][position]."""
+    whole, rest = divmod(nest.shape.columns.size, STAGE)
+
+    def turn(start: Expr, count: int) -> None:
+        with T.serial(0, nest.shape.cout) as channel:
+            _turn_row(
+                grad, start * nest.out_pitch + channel, nest.out_pitch, read, channel * nest.read_row + start, count
+            )
+
+    if whole:
+        with T.serial(0, whole) as k:
+            turn(T.bind(k * STAGE), STAGE)
+    if rest:
+        turn(whole * STAGE, rest)
+
+
+def _turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
+    """Bring `count` elements, `stride` apart, side by side."""
+    for start, lanes in cut(count, 16):
+        values = source.bits[span(at + start * stride, lanes, stride)]
+        T.buffer_store(target.bits, values, [span(index + start, lanes)])
 
 
 def pack_read(nest: AmxNest, read: Buffer, stage: Buffer, place: Place) -> None:
@@ -309,45 +391,41 @@ def _turn(nest: AmxNest, read: Buffer, stage: Buffer, at: Expr, pixel: Expr, cou
 
         over_channels(nest.shape.cin, nest.tiles.lanes, element)
     with T.serial(0, nest.shape.cin) as channel:
-        target = T.bind(at + channel * nest.read_row)
-        for start, lanes in cut(count, 16):
-            values = stage.bits[span(start * width + channel, lanes, width)]
-            T.buffer_store(read.bits, values, [span(target + start, lanes)])
+        _turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
 
 
 def weight_gradient(nest: AmxNest, read: Buffer, pairs: Buffer, total: Buffer, place: Place) -> None:
     """Add read * pairs over the tile's positions to the thread's partial, 32 x 32 channels at a time."""
-    rows, columns, padded = nest.shape.rows, nest.shape.columns, nest.out_padded
+    rows, columns, paired = nest.shape.rows, nest.shape.columns, nest.paired
     with (
-        T.serial(0, nest.blocks) as block,
+        T.serial(0, nest.turned // amx.BLOCK) as block,
         T.serial(0, rows.kernel) as r,
         T.serial(0, columns.kernel) as s,
-        T.serial(0, padded // amx.BLOCK) as out,
+        T.serial(0, paired // amx.BLOCK) as other,
     ):
         line = (block * rows.kernel + r) * columns.kernel + s
-        target = T.bind(place.thread * nest.partial_size + line * nest.partial_row + out * amx.BLOCK)
+        target = T.bind(place.thread * nest.partial_size + line * nest.partial_row + other * amx.BLOCK)
         tap = T.bind(nest.read_at(0, r * rows.dilation, s * columns.dilation) + block * (amx.BLOCK * nest.read_row))
-        amx.resume(2, total, target, padded)
+        amx.resume(2, total, target, paired)
         with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.positions // amx.DEPTH) as k:
             left = read, tap + image * nest.read_image + k * amx.DEPTH, nest.read_row
-            pair = (image * (nest.positions // 2) + k * amx.SIDE) * padded + out * amx.BLOCK
-            amx.add(2, left, (pairs, pair, padded))
-        amx.leave(2, total, target, padded)
+            pair = (image * (nest.positions // 2) + k * amx.SIDE) * paired + other * amx.BLOCK
+            amx.add(2, left, (pairs, pair, paired))
+        amx.leave(2, total, target, paired)
 
 
 # The gradient of the input
 
 
 def input_gradient(nest: AmxNest, grad: Buffer, packed: Buffer, sums: Buffer | None, place: Place) -> None:
-    """Write dx of the tile: block by block, residue by residue, 32 positions by 32 positions."""
+    """Write dx of the tile: residue by residue, a block of channels of 32 positions at a time."""
     rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
     positions = (tiles.rows - 1) * nest.grad_columns + math.ceil(columns.size / columns.stride)
+    windows = math.ceil(positions / amx.BLOCK)
     with (
-        T.serial(0, nest.blocks) as block,
         T.serial(0, rows.stride) as row_residue,
         T.serial(0, columns.stride) as column_residue,
-        T.serial(0, tiles.images) as image,
-        T.serial(0, math.ceil(positions / amx.BLOCK)) as window,
+        amx.sweep(nest.packed_size, nest.blocks, tiles.images, windows) as (block, image, window),
     ):
         residues = (row_residue if rows.stride > 1 else 0, column_residue if columns.stride > 1 else 0)
         start = T.bind(window * amx.BLOCK)

@@ -3,7 +3,7 @@
     pack the weights: [cout/32][r][s][cin/2][32][2], cin rounded up to 32                   workspace, bfloat16
     parallel over threads, for the thread's tiles (images x rows x all columns of output):
         pack the activated input, with its zero border, in bfloat16 (Panel)                 second-level cache
-        for 32 output channels, for 32 positions of an image:                               4 tiles of sums
+        for 32 output channels and 32 positions of an image (amx.sweep):                    4 tiles of sums
             for r, s, 32 input channels: sums += positions * weights                        2 + 2 tiles
             to a scratch, float32 [32][32]                                                  first-level cache
             for the pixels among the positions: epilogue, sums, store
@@ -215,12 +215,12 @@ class AmxNest(ForwardNest):
         with amx.tiles():
             for place in places(self.shape, tiles.images, tiles.rows, self.target.threads, thread):
                 self.panel.pack(place, self.stores_in_passing, self.pack_pixel)
-                with loop(self.out_blocks) as block, T.serial(0, place.images) as image:
-                    positions = (place.rows - 1) * self.panel.across + self.shape.ow
-                    with T.serial(0, (positions + amx.BLOCK - 1) // amx.BLOCK) as window:
-                        start = T.bind(window * amx.BLOCK)
-                        self.multiply(block, image, start)
-                        self.finish(place, block, image, start)
+                positions = (place.rows - 1) * self.panel.across + self.shape.ow
+                windows = T.bind((positions + amx.BLOCK - 1) // amx.BLOCK)
+                with amx.sweep(self.packed_weights, self.out_blocks, place.images, windows) as (block, image, window):
+                    start = T.bind(window * amx.BLOCK)
+                    self.multiply(block, image, start)
+                    self.finish(place, block, image, start)
 
     def pack_pixel(self, index: Expr, pixel: Expr, stored: bool) -> None:
         """Pack all channels of one pixel."""

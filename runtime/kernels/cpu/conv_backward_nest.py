@@ -120,6 +120,14 @@ class Nest(Elements):
         """Count the floats of a thread's partial."""
         return self.shape.groups * self.partial_group
 
+    def partial_index(self, channel: Expr, r: Expr, s: Expr, out: Expr) -> Expr:
+        """Write where an element of dweight lies in a group's partial."""
+        block, inner = channel // self.read_width, channel % self.read_width
+        line = block * self.shape.rows.kernel + r
+        if self.is_dense:
+            return line * self.partial_row + (s * self.read_width + inner) * self.out_padded + out
+        return (line * self.weight_columns + s) * self.partial_row + inner * self.out_padded + out
+
     # The tiles
 
     @property

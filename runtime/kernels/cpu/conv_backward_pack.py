@@ -145,16 +145,8 @@ def unpack_weight_gradient(nest: Nest, partial: Buffer) -> None:
                 out, channel = top + row, start + i
                 target = ((group * shape.cout + out) * shape.cin + channel) * shape.taps
                 with T.serial(0, shape.rows.kernel) as r, T.serial(0, shape.columns.kernel) as s:
-                    source = group * nest.partial_group + _partial_index(nest, channel, r, s) + out
+                    source = group * nest.partial_group + nest.partial_index(channel, r, s, out)
                     total = partial[source]
                     for other in range(1, nest.threads):
                         total = total + partial[source + other * nest.partial_size]
                     store(dweight, target + r * shape.columns.kernel + s, total)
-
-
-def _partial_index(nest: Nest, channel: Expr, r: Expr, s: Expr) -> Expr:
-    block, inner = channel // nest.read_width, channel % nest.read_width
-    line = block * nest.shape.rows.kernel + r
-    if nest.is_dense:
-        return line * nest.partial_row + (s * nest.read_width + inner) * nest.out_padded
-    return (line * nest.weight_columns + s) * nest.partial_row + inner * nest.out_padded
