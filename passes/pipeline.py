@@ -23,6 +23,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.heap import young_garbage
 from bnfuse.graph.exchanges import NOTHING, Exchanged, exchanged, ranks_of, without_exchanges
 from bnfuse.graph.io import FILE_KEY, file_of
 from bnfuse.graph.microsoft import convert
@@ -212,6 +213,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     ]
 
 
+@young_garbage()
 def rewrite(
     model: ir.Model,
     *,

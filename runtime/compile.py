@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.core.heap import release_heap
+from bnfuse.core.heap import release_heap, young_garbage
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
@@ -38,6 +38,7 @@ from bnfuse.runtime.targets.target import Target
 COMPILING = 3600.0  # seconds that ranks wait for the one that compiles
 
 
+@young_garbage()
 def compile_step(
     model: Any,
     *,
@@ -112,6 +113,7 @@ def one_first(world: World | None, make: Callable[[bool], list[Pair]]) -> list[P
     return make(False) if pairs is None else pairs
 
 
+@young_garbage()
 def add_batch(
     step: Step,
     batch: int,

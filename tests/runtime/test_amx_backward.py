@@ -71,6 +71,45 @@ def test_every_step_of_prologue_and_epilogue(emulated, case):
 @pytest.mark.parametrize(
     "case",
     [
+        Case(FULL, 2, 5, 4, 100, 35, (3, 3), pads=(1,) * 4, slots=2),
+        Case("BatchNormGradNormalizeConvGradBiasGradReduce", 2, 7, 6, 97, 30, (3, 2), (2, 1), (0, 1, 2, 0)),
+        Case("ConvGradInput", 1, 5, 6, 70, 33, (3, 3), pads=(1,) * 4),
+        Case("ConvGradWeight", 2, 3, 5, 140, 31),
+        Case("ConvGrad", 1, 3, 3, 70, 90),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_that_share_the_input_channels(emulated, monkeypatch, case, threads):
+    monkeypatch.setattr(amx_backward, "PARTIAL_BYTES", 0)
+    target = dataclasses.replace(TARGET, threads=threads)
+    assert amx_backward.plan_by_block(case.problem("bfloat16"), target) is not None
+    gradients.check(case, ROUNDING, target)
+
+
+def test_few_weights_are_left_to_tiles_of_the_threads():
+    for cin, cout, size, taps in ((128, 32, 28, 9), (992, 128, 7, 1), (64, 64, 56, 9)):
+        maps = {
+            "dy": MapType(16, size, size, cout, cout, "bfloat16"),
+            "x": MapType(16, size, size, cin, cin, "bfloat16"),
+        }
+        window = (3, 3) if taps == 9 else (1, 1)
+        geometry = {
+            "dilations": (1, 1),
+            "group": 1,
+            "kernel_shape": window,
+            "pads": (taps // 9,) * 4,
+            "strides": (1, 1),
+        }
+        one = Problem("ConvGrad", (*maps.items(), ("dx", maps["x"])), tuple(geometry.items()), (cout, cin, *window))
+        assert amx_backward.plan_by_block(one, RAPIDS) is None
+    assert amx_backward.plan_by_block(problem(512, 512, size=7), RAPIDS) is not None
+
+
+@tiles.NEEDS
+@pytest.mark.parametrize(
+    "case",
+    [
         Case("ConvGrad", 2, 9, 8, 40, 35, (3, 3), (2, 1), (1,) * 4),
         Case("ConvGrad", 2, 7, 7, 70, 34),
     ],
@@ -123,20 +162,23 @@ def test_transposed_convolutions(emulated, op):
 RAPIDS = CpuTarget("sapphirerapids", 16, 2, "bf16", amx=True)
 
 
-def problem(cin: int = 128, cout: int = 64, group: int = 1, dtype: str = "bfloat16", op: str = "ConvGrad") -> Problem:
-    x, y = (MapType(4, 14, 14, channels, channels, dtype) for channels in (cin, cout))
+def problem(
+    cin: int = 128, cout: int = 64, group: int = 1, dtype: str = "bfloat16", op: str = "ConvGrad", size: int = 14
+) -> Problem:
+    x, y = (MapType(4, size, size, channels, channels, dtype) for channels in (cin, cout))
     geometry = {"dilations": (1, 1), "group": group, "kernel_shape": (3, 3), "pads": (1,) * 4, "strides": (1, 1)}
     return Problem(op, (("dy", y), ("x", x), ("dx", x)), tuple(geometry.items()), (cout, cin // group, 3, 3))
 
 
 def test_the_code_loads_two_tiles_of_either_side_for_four_products():
-    executable = tir.compile_function(conv_backward(problem(), RAPIDS).build(), RAPIDS)
-    code = executable.mod.inspect_source("asm")
-    count = {
-        name: len(re.findall(rf"\t{name}\b", code)) for name in ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")
-    }
-    assert count["tilezero"] == 4 and count["tdpbf16ps"] >= 8
-    assert count["tileloadd"] - count["tdpbf16ps"] == count["tilestored"] - 4  # sums: dx begins with zeros
+    for each, zeros in ((problem(), 4), (problem(512, 512, size=7), 8)):  # dx begins with zeros, or dweight too
+        executable = tir.compile_function(conv_backward(each, RAPIDS).build(), RAPIDS)
+        code = executable.mod.inspect_source("asm")
+        count = {
+            name: len(re.findall(rf"\t{name}\b", code)) for name in ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")
+        }
+        assert count["tilezero"] == zeros and count["tdpbf16ps"] >= 8
+        assert count["tileloadd"] - count["tdpbf16ps"] == count["tilestored"] - zeros  # others load their sums
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,23 @@ from bnfuse.runtime.kernels.common.geometry import Axis, Convolution, convolutio
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import amx, tir
+from bnfuse.runtime.kernels.cpu.amx_backward_pack import (
+    STAGE,
+    pack_block,
+    pack_pairs,
+    pack_read,
+    pair_read,
+    pairs_of,
+    turn_grad,
+    unpack_block,
+)
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, Sums, write_epilogue
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient, floor_offset, meets, remaining
-from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, inside, otherwise, when
-from bnfuse.runtime.kernels.cpu.conv_backward_pack import over_channels, pack_grad
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
+from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, Tiles
 from bnfuse.runtime.kernels.cpu.nest import cut
-from bnfuse.runtime.kernels.cpu.tir import HALF, span, store, zero
+from bnfuse.runtime.kernels.cpu.tir import HALF, zero
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -45,7 +55,8 @@ LEAST_CHANNELS = 16  # of either side: half of a tile is zeros then
 POSITIONS = 1024  # of a tile, at most
 TILE_BYTES = 1200 << 10  # of its packings, in 2 MiB of second-level cache
 TILE_OVERHEAD = 64  # what a tile costs beyond its positions, in positions: the partial is loaded and stored
-STAGE = 32  # columns that are packed before they are turned
+PARTIAL_BYTES = 1 << 20  # of a partial that stays near: tiles load and store it at little cost
+BLOCK_BYTES = 4 << 20  # of a thread's packings of dy, all of it, where threads share the input channels
 
 
 def takes(problem: Problem, shape: Convolution, target: CpuTarget) -> bool:
@@ -78,6 +89,32 @@ def plan_of(problem: Problem, target: CpuTarget) -> Plan:
     return min(fitting, key=lambda plan: cost(plan, target))
 
 
+def plan_by_block(problem: Problem, target: CpuTarget) -> Plan | None:
+    """Choose all of the pixels as one tile of each thread, which then share the input channels: where they have to pack
+    less for it than large partials of their tiles would move, and it stays near. None elsewhere."""
+    shape = convolution_of(problem)
+    weights = shape.cin * shape.cout * shape.taps
+    if shape.is_pointwise:
+        pixels = shape.n * shape.rows.size * shape.columns.size
+        shape = dataclasses.replace(shape, n=1, rows=Axis(1, 1), columns=Axis(pixels, pixels))
+    tiled = plan_of(problem, target)
+    turns = tiled.shape.is_pointwise and shape.cout < shape.cin  # what takes little by tiles (AmxNest.turns_grad)
+    items = tiled.shape.n // tiled.tiles.images * math.ceil(tiled.shape.rows.units / tiled.tiles.rows)
+    positions = shape.n * _with_border(shape.rows) * _with_border(shape.columns)
+    again = (target.threads - 1) * shape.cout + turns * shape.cin  # channels of each position, for all threads
+    moved = weights * (math.ceil(items / target.threads) + 1)
+    blocks = math.ceil(shape.cin / amx.BLOCK)
+    even = 3 * target.threads * math.ceil(blocks / target.threads) <= 4 * blocks  # a quarter of them idle, at most
+    is_near = 4 * positions * shape.cout <= BLOCK_BYTES
+    if 4 * weights < PARTIAL_BYTES or not even or not is_near or positions * again > target.threads * moved:
+        return None
+    return Plan(shape, _tiles(shape.n, shape.rows.units, target.lanes))
+
+
+def _with_border(axis: Axis) -> int:
+    return axis.units + axis.high - axis.low
+
+
 def _tiles(images: int, rows: int, lanes: int) -> Tiles:
     return Tiles(images, rows, 1, 1, 1, amx.BLOCK, lanes, amx.BLOCK, amx.BLOCK)
 
@@ -103,7 +140,8 @@ def cost(plan: Plan, target: CpuTarget) -> float:
 class AmxNest(Nest):
     """The layouts of the module's docstring, in place of those of conv_backward_nest.py."""
 
-    packed_dtype: ClassVar[str] = HALF
+    packed_dtype: ClassVar[str] = "uint32"
+    by_block: bool = False  # the packings of x and the partial are of one block of input channels
 
     @property
     def out_depth(self) -> int:
@@ -117,8 +155,8 @@ class AmxNest(Nest):
 
     @property
     def packed_block(self) -> int:
-        """Count the elements of a packed block: [r][s][cout/2][32][2]."""
-        return self.shape.taps * self.out_depth * self.tiles.block
+        """Count the pairs of a packed block: [r][s][cout/2][32]."""
+        return self.shape.taps * self.out_depth // 2 * self.tiles.block
 
     @property
     def is_dense(self) -> bool:
@@ -145,12 +183,14 @@ class AmxNest(Nest):
     @property
     def turns_grad(self) -> bool:
         """Tell whether dy is turned in the place of x: where it has fewer channels, and no tap moves x."""
-        return self.shape.is_pointwise and self.shape.cout < self.shape.cin
+        return self.shape.is_pointwise and self.shape.cout < self.shape.cin and not self.by_block
 
     @property
     def turned(self) -> int:
         """Count the channels of the side that is turned, in whole blocks."""
-        return self.out_padded if self.turns_grad else self.blocks * self.tiles.block
+        if self.turns_grad:
+            return self.out_padded
+        return self.tiles.block if self.by_block else self.blocks * self.tiles.block
 
     @property
     def paired(self) -> int:
@@ -214,188 +254,93 @@ class AmxNest(Nest):
         return phase + row // down * self.across + column // across
 
 
-def pack_weights(nest: AmxNest, packed: Buffer) -> None:
-    """Pack OIHW to [cin/32][r][s][cout/2][32][2]; the channels that fill up are zeros."""
-    shape, block, depth = nest.shape, nest.tiles.block, nest.out_depth
-    weight = nest.arguments["weight"]
-    with T.parallel(0, nest.threads) as thread:
-        first, count = tir.share(nest.blocks * depth, nest.threads, thread)
-        with T.serial(0, count) as i:
-            item = T.bind(first + i)
-            out, start = T.bind(item % depth), T.bind(item // depth * block)
-            valid = T.bind(tirx.Select(out < shape.cout, tirx.Min(block, shape.cin - start), 0))
-            source = (out * shape.cin + start) * shape.taps
-            target = item // depth * nest.packed_block + out // 2 * (2 * block) + out % 2
-            with T.serial(0, shape.taps) as tap:
-                row = target + tap * (depth * block)
-                with T.serial(0, valid) as j:
-                    store(packed, row + 2 * j, weight[source + j * shape.taps + tap])
-                with T.serial(valid, block) as j:
-                    store(packed, row + 2 * j, tirx.const(0, "float32"))
+@dataclasses.dataclass(frozen=True)
+class _Space:
+    """A thread's packings; None what the weights' gradient alone reads, and is not wanted."""
+
+    grad: Buffer
+    read: Buffer | None
+    pairs: Buffer | None
+    stage: Buffer | None
+    scratch: Buffer
+
+    @staticmethod
+    def allocate(nest: AmxNest) -> _Space:
+        """Allocate them; what packing does not write is zero."""
+
+        def zeros(size: int) -> Buffer:
+            buffer = tir.workspace(size, HALF)
+            zero(buffer, 0, size, nest.tiles.lanes)
+            return buffer
+
+        turns_read = nest.wants_weight and not nest.turns_grad
+        return _Space(
+            grad=zeros(nest.grad_size),
+            read=zeros(nest.tiles.images * nest.read_image) if nest.wants_weight else None,
+            pairs=pairs_of(nest) if nest.wants_weight else None,
+            stage=tir.workspace(STAGE * nest.turned, HALF) if turns_read else None,
+            scratch=tir.workspace(nest.micro_size),
+        )
 
 
-def work(nest: AmxNest, space: dict[str, Buffer], thread: Expr) -> None:
+def work(nest: AmxNest, shared: dict[str, Buffer], thread: Expr) -> None:
     """Write a thread's share of the tiles."""
-    lanes, images = nest.tiles.lanes, nest.tiles.images
-    grad = tir.workspace(nest.grad_size, HALF)
-    zero(grad, 0, nest.grad_size, lanes)
-    if nest.wants_weight:
-        read, pairs = tir.workspace(images * nest.read_image, HALF), _pairs(nest)
-        zero(read, 0, images * nest.read_image, lanes)
-        stage = None if nest.turns_grad else tir.workspace(STAGE * nest.blocks * nest.tiles.block, HALF)
-    scratch = tir.workspace(nest.micro_size)
+    space, images = _Space.allocate(nest), nest.tiles.images
     first, count = tir.share(nest.items, nest.threads, thread)
     with amx.tiles(), T.serial(0, count) as number:
         item = T.bind(first + number)
         image, unit = T.bind(item // nest.tile_rows * images), T.bind(item % nest.tile_rows * nest.tiles.rows)
-        place = Place(thread, 0, image, unit, scratch)
-        pack_grad(nest, grad, 0, image, unit)
-        if "bias" in space:
-            bias_gradient(nest, grad, space["bias"], place)
+        place = Place(thread, 0, image, unit, space.scratch)
+        pack_grad(nest, space.grad, 0, image, unit)
+        if "bias" in shared:
+            bias_gradient(nest, space.grad, shared["bias"], place)
         if nest.wants_weight:
             if nest.turns_grad:
-                pair_read(nest, pairs, place)
-                turn_grad(nest, grad, read)
+                pair_read(nest, space.pairs, place)
+                turn_grad(nest, space.grad, space.read)
             else:
-                pack_pairs(nest, grad, pairs, place)
-                pack_read(nest, read, stage, place)
-            weight_gradient(nest, read, pairs, space["partial"], place)
+                pack_pairs(nest, space.grad, space.pairs, place)
+                pack_read(nest, space.read, space.stage, place, 0, nest.shape.cin)
+            weight_gradient(nest, space, shared["partial"], thread * nest.partial_size)
         if nest.wants_input:
-            input_gradient(nest, grad, space["packed"], space.get("sums"), place)
+            input_gradient(nest, space.grad, shared["packed"], shared.get("sums"), place)
+
+
+def work_by_block(nest: AmxNest, shared: dict[str, Buffer], thread: Expr) -> None:
+    """Write a thread's share of the blocks of input channels, of all positions: it packs all of dy, and no weights, and
+    sums no weight's gradient, that another one does too."""
+    space, place = _Space.allocate(nest), Place(thread, 0, 0, 0, None)
+    place = dataclasses.replace(place, scratch=space.scratch)
+    packed = tir.workspace(nest.packed_block, nest.packed_dtype) if nest.wants_input else None
+    total = tir.workspace(nest.partial_size) if nest.wants_weight else None
+    pack_grad(nest, space.grad, 0, 0, 0)
+    if "bias" in shared:
+        with when(thread == 0):
+            bias_gradient(nest, space.grad, shared["bias"], place)
+    if nest.wants_weight:
+        pack_pairs(nest, space.grad, space.pairs, place)
+    first, count = tir.share(nest.blocks, nest.threads, thread)
+    with amx.tiles(), T.serial(0, count) as number:
+        block = T.bind(first + number)
+        if total is not None:
+            start = T.bind(block * nest.tiles.block)
+            read = partial(pack_read, nest, space.read, space.stage, place, start)
+            tir.with_width(block, nest.tiles.block, nest.shape.cin, read)
+            weight_gradient(nest, space, total, 0)
+            unpack_block(nest, total, block)
+        if packed is not None:
+            pack_block(nest, packed, block)
+            input_gradient(nest, space.grad, packed, shared.get("sums"), place, block)
 
 
 # The gradient of the weights
 
 
-def _pairs(nest: AmxNest) -> Buffer:
-    """Allocate the pairs: two neighbouring positions of a channel in the halves of 32 bits."""
-    size = nest.tiles.images * nest.positions // 2 * nest.paired
-    pairs = tir.workspace(size, "uint32")
-    zero(pairs, 0, size, nest.tiles.lanes)
-    return pairs
+def weight_gradient(nest: AmxNest, space: _Space, total: Buffer, base: Expr) -> None:
+    """Add read * pairs over the tile's positions to the partial at `base`, 32 x 32 channels at a time.
 
-
-def pack_pairs(nest: AmxNest, grad: Buffer, pairs: Buffer, place: Place) -> None:
-    """Put dy of the tile's outputs in pairs; those beside them stay zeros, and rows that there are not become so."""
-    rows, columns, padded = nest.shape.rows, nest.shape.columns, nest.out_padded
-    with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.tiles.rows) as h:
-        start = T.bind((image * nest.positions + h * nest.across) // 2 * padded)
-        row = (image * nest.grad_rows + h - rows.low) * nest.grad_columns - columns.low
-
-        def pair(at: Expr, target: Expr, both: bool) -> None:
-            def channels(channel: Expr, width: int) -> None:
-                def bits(behind: int) -> Expr:
-                    found = grad.bits[span(at + behind * nest.out_pitch + channel, width)]
-                    return tirx.Cast(tir.like("uint32", found), found)
-
-                value = bits(0)
-                if both:
-                    value = value | (bits(1) << tir.constant(16, "uint32", value))
-                store(pairs, span(target + channel, width), value)
-
-            tir.vectors(nest.shape.cout, nest.tiles.lanes, channels)
-
-        with T.If(place.unit + h < rows.out):
-            with T.Then():
-                whole, rest = divmod(columns.out, 2)
-                if whole:
-                    with T.serial(0, whole) as w:
-                        pair(T.bind((row + 2 * w) * nest.out_pitch), T.bind(start + w * padded), True)
-                if rest:
-                    pair(T.bind((row + 2 * whole) * nest.out_pitch), start + whole * padded, False)
-            with otherwise():
-                zero(pairs, start, nest.across // 2 * padded, nest.tiles.lanes)
-
-
-def pair_read(nest: AmxNest, pairs: Buffer, place: Place) -> None:
-    """Put x of a pointwise convolution's tile, after its prologue, in pairs."""
-    columns, paired = nest.shape.columns, nest.paired
-    first = T.bind((place.image * nest.shape.rows.size + place.unit) * columns.size)
-
-    def pair(pixel: Expr, target: Expr, both: bool) -> None:
-        def element(channel: Expr) -> None:
-            low, *high = (
-                tirx.Cast("uint32", tir.rounded(nest.activated(pixel + behind, channel))) for behind in range(1 + both)
-            )
-            store(pairs, target + channel, low | (high[0] << tirx.const(16, "uint32")) if both else low)
-
-        over_channels(nest.shape.cin, nest.tiles.lanes, element)
-
-    whole, rest = divmod(columns.size, 2)
-    if whole:
-        with T.serial(0, whole) as w:
-            pair(T.bind(first + 2 * w), T.bind(w * paired), True)
-    if rest:
-        pair(first + 2 * whole, whole * paired, False)
-
-
-def turn_grad(nest: AmxNest, grad: Buffer, read: Buffer) -> None:
-    """Turn dy of a pointwise convolution's tile: [cout][position]."""
-    whole, rest = divmod(nest.shape.columns.size, STAGE)
-
-    def turn(start: Expr, count: int) -> None:
-        with T.serial(0, nest.shape.cout) as channel:
-            _turn_row(
-                grad, start * nest.out_pitch + channel, nest.out_pitch, read, channel * nest.read_row + start, count
-            )
-
-    if whole:
-        with T.serial(0, whole) as k:
-            turn(T.bind(k * STAGE), STAGE)
-    if rest:
-        turn(whole * STAGE, rest)
-
-
-def _turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
-    """Bring `count` elements, `stride` apart, side by side."""
-    for start, lanes in cut(count, 16):
-        values = source.bits[span(at + start * stride, lanes, stride)]
-        T.buffer_store(target.bits, values, [span(index + start, lanes)])
-
-
-def pack_read(nest: AmxNest, read: Buffer, stage: Buffer, place: Place) -> None:
-    """Pack x of the rows that the tile's outputs read, after its prologue, channel by channel."""
-    rows, columns = nest.shape.rows, nest.shape.columns
-    left, middle = columns.present(nest.read_columns)
-    stride = nest.strides[1]
-    with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
-        row = T.bind(place.unit * rows.stride - rows.pad + r * rows.step)
-        pixel = T.bind(((place.image + i) * rows.size + row) * columns.size)
-        for phase in range(stride):
-            first = left + (phase - left) % stride
-            count = -(-(left + middle - first) // stride)
-            if count <= 0:
-                continue
-            at = T.bind(nest.read_at(i, r, first))
-            with T.If(inside(row, rows.size)):
-                with T.Then():
-                    source = pixel + first * columns.step - columns.pad
-                    whole, rest = divmod(count, STAGE)
-                    turn = partial(_turn, nest, read, stage)
-                    if whole:
-                        with T.serial(0, whole) as k:
-                            turn(at + k * STAGE, source + k * (STAGE * stride * columns.step), STAGE)
-                    if rest:
-                        turn(at + whole * STAGE, source + whole * (STAGE * stride * columns.step), rest)
-                with otherwise(), T.serial(0, nest.shape.cin) as channel:
-                    zero(read, at + channel * nest.read_row, count, nest.tiles.lanes)
-
-
-def _turn(nest: AmxNest, read: Buffer, stage: Buffer, at: Expr, pixel: Expr, count: int) -> None:
-    """Pack `count` columns of a phase, pixel by pixel, and turn them."""
-    width, apart = nest.blocks * nest.tiles.block, nest.strides[1] * nest.shape.columns.step
-    with T.serial(0, count) as j:
-
-        def element(channel: Expr) -> None:
-            store(stage, j * width + channel, nest.activated(pixel + j * apart, channel))
-
-        over_channels(nest.shape.cin, nest.tiles.lanes, element)
-    with T.serial(0, nest.shape.cin) as channel:
-        _turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
-
-
-def weight_gradient(nest: AmxNest, read: Buffer, pairs: Buffer, total: Buffer, place: Place) -> None:
-    """Add read * pairs over the tile's positions to the thread's partial, 32 x 32 channels at a time."""
+    With all positions in the tile there is nothing yet to add to.
+    """
     rows, columns, paired = nest.shape.rows, nest.shape.columns, nest.paired
     with (
         T.serial(0, nest.turned // amx.BLOCK) as block,
@@ -404,32 +349,36 @@ def weight_gradient(nest: AmxNest, read: Buffer, pairs: Buffer, total: Buffer, p
         T.serial(0, paired // amx.BLOCK) as other,
     ):
         line = (block * rows.kernel + r) * columns.kernel + s
-        target = T.bind(place.thread * nest.partial_size + line * nest.partial_row + other * amx.BLOCK)
+        target = T.bind(base + line * nest.partial_row + other * amx.BLOCK)
         tap = T.bind(nest.read_at(0, r * rows.dilation, s * columns.dilation) + block * (amx.BLOCK * nest.read_row))
-        amx.resume(2, total, target, paired)
+        if nest.by_block:
+            amx.clear(2)
+        else:
+            amx.resume(2, total, target, paired)
         with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.positions // amx.DEPTH) as k:
-            left = read, tap + image * nest.read_image + k * amx.DEPTH, nest.read_row
+            left = space.read, tap + image * nest.read_image + k * amx.DEPTH, nest.read_row
             pair = (image * (nest.positions // 2) + k * amx.SIDE) * paired + other * amx.BLOCK
-            amx.add(2, left, (pairs, pair, paired))
+            amx.add(2, left, (space.pairs, pair, paired))
         amx.leave(2, total, target, paired)
 
 
 # The gradient of the input
 
 
-def input_gradient(nest: AmxNest, grad: Buffer, packed: Buffer, sums: Buffer | None, place: Place) -> None:
-    """Write dx of the tile: residue by residue, a block of channels of 32 positions at a time."""
+def input_gradient(nest: AmxNest, grad: Buffer, packed: Buffer, sums: Buffer | None, place: Place, *only: Expr) -> None:
+    """Write dx of the tile: residue by residue, a block of channels of 32 positions at a time; of `only` one block,
+    whose weights `packed` has alone."""
     rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
     positions = (tiles.rows - 1) * nest.grad_columns + math.ceil(columns.size / columns.stride)
     windows = math.ceil(positions / amx.BLOCK)
     with (
         T.serial(0, rows.stride) as row_residue,
         T.serial(0, columns.stride) as column_residue,
-        amx.sweep(nest.packed_size, nest.blocks, tiles.images, windows) as (block, image, window),
+        amx.sweep(2 * nest.packed_size, 1 if only else nest.blocks, tiles.images, windows) as (slot, image, window),
     ):
         residues = (row_residue if rows.stride > 1 else 0, column_residue if columns.stride > 1 else 0)
-        start = T.bind(window * amx.BLOCK)
-        _multiply(nest, grad, packed, place, block, residues, image, start)
+        start, block = T.bind(window * amx.BLOCK), only[0] if only else slot
+        _multiply(nest, grad, packed, place, slot, residues, image, start)
         finish = partial(_finish, nest, sums, place, block, residues, image, start)
         tir.with_width(block, tiles.block, nest.shape.cin, finish)
 
@@ -439,13 +388,13 @@ def _multiply(
     grad: Buffer,
     packed: Buffer,
     place: Place,
-    block: Expr,
+    slot: Expr,
     residues: tuple[Expr, Expr],
     image: Expr,
     start: Expr,
 ) -> None:
     """Leave the sums of 32 positions, over the taps that meet the residues and the output channels, in the scratch."""
-    rows, columns, row = nest.shape.rows, nest.shape.columns, 2 * nest.tiles.block
+    rows, columns, row = nest.shape.rows, nest.shape.columns, nest.tiles.block
     amx.clear(2)
     with T.serial(0, nest.shape.taps) as tap:
         r, s = T.bind(tap // columns.kernel), T.bind(tap % columns.kernel)
@@ -455,7 +404,7 @@ def _multiply(
             left = floor_offset(columns, residues[1], s) - columns.low
             first = (image * nest.grad_rows + up) * nest.grad_columns + left + start
             at = T.bind(first * nest.out_pitch)
-            line = T.bind(block * nest.packed_block + tap * (nest.out_depth * amx.BLOCK))
+            line = T.bind(slot * nest.packed_block + tap * (nest.out_depth // 2 * row))
             with T.serial(0, nest.out_depth // amx.DEPTH) as k:
                 weights = packed, line + k * (amx.SIDE * row), row
                 amx.add(2, (grad, at + k * amx.DEPTH, nest.out_pitch), weights)

@@ -46,7 +46,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
-from bnfuse.runtime.kernels.cpu import amx_backward, tir
+from bnfuse.runtime.kernels.cpu import amx_backward, amx_backward_pack, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
@@ -135,24 +135,30 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
 
 def build_amx(problem: Problem, target: CpuTarget) -> Any:
     """Make the TIR function that multiplies by tiles."""
-    plan = amx_backward.plan_of(problem, target)
+    by_block = amx_backward.plan_by_block(problem, target)
+    plan = by_block or amx_backward.plan_of(problem, target)
     with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
         given = problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles
-        _body(amx_backward.AmxNest(*given), amx_backward.pack_weights, amx_backward.work)
+        nest = amx_backward.AmxNest(*given, by_block=by_block is not None)
+        if nest.by_block:
+            _body(nest, None, amx_backward.work_by_block)
+        else:
+            _body(nest, amx_backward_pack.pack_weights, amx_backward.work)
     return arguments.result
 
 
-def _body(nest: Any, pack: Callable[[Any, Any], None], work: Callable[[Any, dict[str, Any], Any], None]) -> None:
-    """Write the function's body: all weights, a thread's `work`, the threads' sums."""
+def _body(nest: Any, pack: Callable[[Any, Any], None] | None, work: Callable[[Any, dict[str, Any], Any], None]) -> None:
+    """Write the function's body: all weights, a thread's `work`, the threads' sums. Without `pack` a thread packs the
+    weights that it reads, and writes the gradients of weights that it has alone."""
     threads = nest.threads
     sizes = {
-        "packed": (nest.packed_size if nest.wants_input else 0, nest.packed_dtype),
-        "partial": (threads * nest.partial_size if nest.wants_weight else 0, "float32"),
+        "packed": (nest.packed_size if pack and nest.wants_input else 0, nest.packed_dtype),
+        "partial": (threads * nest.partial_size if pack and nest.wants_weight else 0, "float32"),
         "sums": (threads * nest.sums_size, "float64"),
         "bias": (threads * nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
     }
     space: dict[str, Any] = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
-    if "packed" in space:
+    if pack and "packed" in space:
         pack(nest, space["packed"])
     plan = ImagePlan.of(nest.problem)
     if plan is not None:

@@ -130,7 +130,22 @@ def store(buffer: Buffer, index: Expr, value: Expr) -> None:
 
 def widened(bits: Expr) -> Expr:
     """Write a bfloat16, given as its bits, as float32."""
-    return T.reinterpret(like("float32", bits), tirx.Cast(like("uint32", bits), bits) << constant(16, "uint32", bits))
+    return T.reinterpret(like("float32", bits), widened_bits(bits) << constant(16, "uint32", bits))
+
+
+def wide_bits(value: Expr) -> Expr:
+    """Write a float32, rounded, as the lower half of 32 bits."""
+    return widened_bits(rounded(value))
+
+
+def widened_bits(bits: Expr) -> Expr:
+    """Write 16 bits as the lower half of 32."""
+    return tirx.Cast(like("uint32", bits), bits)
+
+
+def paired(low: Expr, high: Expr | None = None) -> Expr:
+    """Put two of them into 32 bits, as AMX takes neighbours of the depth; zero where there is no second one."""
+    return low if high is None else low | (high << constant(16, "uint32", high))
 
 
 def as_stored(buffer: Buffer, value: Expr) -> Expr:
