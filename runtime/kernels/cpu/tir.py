@@ -27,10 +27,6 @@ from bnfuse.runtime.targets.target import CpuTarget
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
 HALF, HALF_BITS = "bfloat16", "uint16"  # a type of 16 bits, and what TVM is told that it is
-IDLE_PASSES = (  # of TVM's, which find nothing to do in our kernels
-    *("s_tir.HoistIfThenElse", "s_tir.InsertHoistIfThenElse", "s_tir.InjectPermutedLayout"),
-    *("s_tir.InjectVirtualThread", "tirx.RemoveNoOp"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
