@@ -6,7 +6,7 @@ It is a zip of
     code/<hash>.o        object code of the kernels; for a GPU a header and a cubin (cuda/container.py)
     state.safetensors    parameters, running statistics
     initial.safetensors  constants that launches read
-    model.onnx           the graph that it was made of
+    model.onnx           the graph that it was made of, without the initial values of its state
 
 It holds native code: trust it as you would trust a program. Nothing in it is a pickle.
 """
