@@ -39,6 +39,10 @@ TARGET, emulated = tiles.TARGET, tiles.emulated
         pytest.param(Case("ReluConvStoreInput", 2, 9, 9, 24, 12, (3, 3), (2, 2), (1, 1, 1, 1)), id="3x3-strided"),
         pytest.param(Case("Conv", 5, 7, 7, 40, 36, (3, 3), (1, 1), (1, 1, 1, 1)), id="3x3-images"),
         pytest.param(Case("ConvBiasRelu", 1, 40, 31, 16, 9, (5, 5), pads=(2, 2, 2, 2)), id="5x5-several-tiles"),
+        pytest.param(Case("ConvStatistics", 2, 21, 18, 3, 40, (7, 7), (2, 2), (3, 3, 3, 3), slots=2), id="stem"),
+        pytest.param(Case("ConvBiasRelu", 3, 9, 11, 4, 9, (3, 3), pads=(1, 1, 1, 1)), id="3x3-few-channels"),
+        pytest.param(Case("ConvStatistics", 2, 23, 29, 3, 33, (11, 11), (4, 3), (2, 1, 0, 5)), id="11x11-deep-rows"),
+        pytest.param(Case("ReluConv", 1, 11, 9, 5, 20, (2, 3), (1, 2), (1, 0, 2, 1), (3, 1)), id="few-rectangular"),
         pytest.param(Case("ConvBias", 1, 17, 19, 16, 7, (3, 2), (2, 1), (1, 0, 2, 1), (2, 3)), id="rectangular"),
     ],
 )
@@ -132,7 +136,8 @@ def test_the_code_loads_two_tiles_of_either_side_for_four_products():
     ("target", "given", "first"),
     [
         (RAPIDS, problem(), "amx"),
-        (RAPIDS, problem(cin=8), "winograd"),  # mostly zeros
+        (RAPIDS, problem(cin=8), "amx"),  # by rows of the window
+        (RAPIDS, problem(cin=2), "direct"),  # mostly zeros
         (RAPIDS, problem(group=4), "direct"),
         (RAPIDS, problem(dtype="float32"), "winograd"),
         (RAPIDS, problem(op="ConvImageStatistics"), "winograd"),

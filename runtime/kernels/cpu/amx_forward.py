@@ -12,8 +12,12 @@ A position is a place of the panel, whether or not it is a pixel of y: so 32 of 
 any window, over rows. What the places between two rows come to is not looked at: `s - 1` of a row of `ow + s - 1`.
 
 Strides cut the panel into phases, one for each remainder of row and column, in which neighbours are those of the
-output. Takes one group of any number of channels; the rule (`takes`) leaves out few channels, which would be mostly
-zeros, and sums over images.
+output. Takes one group of any number of channels; the rule (`takes`) leaves out what would be mostly zeros, and sums
+over images.
+
+Few channels, as of images, lie without gaps: then a row of the window is one depth, [s][cin], which a tile loads from a
+position on, rows of tiles overlapping, and columns are in no phases. What it loads behind the window meets weights of
+zero: what is no number there, or infinite, makes the pixel beside it none, too.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
 LEAST_CHANNELS = 16  # of input: half of a product's depth is zeros then
+LEAST_ROW = 8  # channels of a row of the window, where these are the depth
 # The cost rule, chosen by hand, without a machine to measure on
 PANEL_BYTES = 640 << 10  # of 2 MiB of second-level cache, beside weights and maps
 POSITIONS = 1024  # of a tile, at most
@@ -65,9 +70,29 @@ def takes(problem: Problem, shape: ConvShape, target: CpuTarget) -> bool:
         target.amx
         and problem.map(sides(problem.spec)[0]).dtype == HALF
         and shape.groups == 1
-        and shape.cin >= LEAST_CHANNELS
+        and (shape.cin >= LEAST_CHANNELS or (is_dense(shape) and shape.s * shape.cin >= LEAST_ROW))
         and ImagePlan.of(problem) is None
     )
+
+
+def is_dense(shape: ConvShape) -> bool:
+    """Tell whether all columns of a row of the window are one depth: few channels, which lie side by side."""
+    return shape.cin < LEAST_CHANNELS and shape.s > 1 and shape.dilation_w == 1
+
+
+def taps_of(shape: ConvShape) -> tuple[int, int]:
+    """Count the rows and columns of the window that have a depth of their own."""
+    return shape.r, 1 if is_dense(shape) else shape.s
+
+
+def depth_of(shape: ConvShape) -> int:
+    """Count the input channels of a tap, in whole depths of products."""
+    return amx.deep(shape.cin * shape.s if is_dense(shape) else shape.cin)
+
+
+def pitch_of(shape: ConvShape) -> int:
+    """Count the elements from column to column of the panel."""
+    return shape.cin if is_dense(shape) else amx.pitch(shape.cin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +114,16 @@ def choose_amx_tiles(shape: ConvShape, target: CpuTarget) -> AmxTiles:
 
 def _fits(shape: ConvShape, tiles: AmxTiles) -> bool:
     pixels = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns
-    return 2 * pixels * amx.pitch(shape.cin) <= PANEL_BYTES
+    return 2 * pixels * pitch_of(shape) <= PANEL_BYTES
 
 
 def cost(shape: ConvShape, tiles: AmxTiles, target: CpuTarget) -> float:
     """Estimate the busiest thread's cycles: packing, products, epilogues, and the weights that each tile brings."""
     count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
-    depth, blocks = amx.deep(shape.cin) * shape.r * shape.s, math.ceil(shape.cout / amx.BLOCK)
+    depth, blocks = depth_of(shape) * math.prod(taps_of(shape)), math.ceil(shape.cout / amx.BLOCK)
     positions = (tiles.rows - 1) * columns_of(shape) + shape.ow
     products = math.ceil(positions / amx.BLOCK) * blocks * depth / amx.DEPTH * PRODUCT
-    packed = shape.packed_rows(tiles.rows) * shape.packed_columns * shape.cin * PACK / VECTOR
+    packed = shape.packed_rows(tiles.rows) * shape.packed_columns * math.ceil(shape.cin / VECTOR) * PACK
     finished = tiles.rows * shape.ow * shape.cout * FINISH / VECTOR
     weights = 2 * depth * blocks * amx.BLOCK / WEIGHT_RATE
     return math.ceil(count / target.threads) * (tiles.images * (products + packed + finished) + weights)
@@ -113,33 +138,34 @@ class Panel(PackedTile):
     """A tile in phases: [image][row % stride][column % stride][row / stride][column / stride][pitch], bfloat16.
 
     Channels up to a whole depth are zeros. Behind the last image there is room for what a block of rows overhangs.
+    A dense one is [image][row % stride][row / stride][column][cin].
     """
 
     def __init__(self, shape: ConvShape, images: int, rows: int, lanes: int) -> None:
         self.shape, self.images, self.lanes = shape, images, lanes
-        self.row_stride = amx.pitch(shape.cin)
+        self.pitch, self.phases = pitch_of(shape), 1 if is_dense(shape) else shape.step_w
+        self.row_stride = self.pitch * (shape.step_w // self.phases)  # from position to position
         self.rows, self.columns = shape.packed_rows(rows), shape.packed_columns
         self.across = columns_of(shape)
         self.phase = math.ceil(self.rows / shape.step_h) * self.across * self.row_stride
-        self.image = shape.step_h * shape.step_w * self.phase
-        size = images * self.image + amx.BLOCK * self.row_stride
+        self.image = shape.step_h * self.phases * self.phase
+        size = images * self.image + amx.BLOCK * self.row_stride + (depth_of(shape) if is_dense(shape) else 0)
         self.buffer: Buffer = workspace(size, HALF)
         zero(self.buffer, 0, size, lanes)
 
     def row_at(self, image: Expr, row: Expr) -> Expr:
         """Write where a packed row's first phase starts."""
         down = self.shape.step_h
-        phase = row % down * (self.shape.step_w * self.phase)
+        phase = row % down * (self.phases * self.phase)
         return image * self.image + phase + row // down * (self.across * self.row_stride)
 
     def column_at(self, column: Expr) -> Expr:
         """Count the elements from the start of a packed row to one of its pixels."""
-        across = self.shape.step_w
-        return column % across * self.phase + column // across * self.row_stride
+        return column % self.phases * self.phase + column // self.phases * self.pitch
 
     def clear_row(self, start: Expr) -> None:
         """Zero a packed row, in all of its phases."""
-        with loop(self.shape.step_w) as phase:
+        with loop(self.phases) as phase:
             zero(self.buffer, start + phase * self.phase, self.across * self.row_stride, self.lanes)
 
     def tap(self, r: Expr, s: Expr) -> Expr:
@@ -160,7 +186,8 @@ class AmxNest(ForwardNest):
         self.sides = 2 if shape.cout > amx.SIDE else 1  # tiles of output channels in a block
         self.width = self.sides * amx.SIDE
         self.out_blocks = math.ceil(shape.cout / self.width)
-        self.depth, self.taps = amx.deep(shape.cin), shape.r * shape.s
+        self.depth, self.window = depth_of(shape), taps_of(shape)
+        self.taps = math.prod(self.window)
 
     # Weights
 
@@ -172,22 +199,29 @@ class AmxNest(ForwardNest):
     def pack_weights(self, thread: Expr) -> None:
         """Pack OIHW to the module's layout; a thread takes some (output block, input channel)s."""
         first, count = share(self.out_blocks * self.depth, self.target.threads, thread)
+        shape = self.shape
+        columns = shape.s // self.window[1]  # that are a tap's depth together
         with T.serial(0, count) as i:
             item = T.bind(first + i)
             block, channel = T.bind(item // self.depth), T.bind(item % self.depth)
-            source = (block * (self.width * self.shape.cin) + channel) * self.taps
+            inner = (
+                channel % shape.cin * (shape.r * shape.s) + channel // shape.cin
+                if columns > 1
+                else (channel * (shape.r * shape.s))
+            )
+            source = block * (self.width * shape.cin * shape.r * shape.s) + inner
             with loop(self.taps) as tap:
                 pair = (block * self.taps + tap) * (self.depth // 2) + channel // 2
                 row = pair * (2 * self.width) + channel % 2
-                with T.If(channel < self.shape.cin):
+                with T.If(channel < columns * shape.cin):
                     with T.Then():
-                        self.with_output_width(block, functools.partial(self.pack_row, source + tap, row))
+                        self.with_output_width(block, functools.partial(self.pack_row, source + tap * columns, row))
                     with T.Else():
                         self.pack_row(0, row, 0)
 
     def pack_row(self, source: Expr, target: Expr, width: int) -> None:
         """Pack one row of `self.width` output channels, of which `width` exist."""
-        stride = self.shape.cin * self.taps
+        stride = self.shape.cin * self.shape.r * self.shape.s
         for start, lanes in cut(width, self.lanes):
             values = self.arguments["weight"][span(source + start * stride, lanes, stride)]
             store(self.weights, span(target + 2 * start, lanes, 2), values)
@@ -235,9 +269,10 @@ class AmxNest(ForwardNest):
         panel, row = self.panel, 2 * self.width
         amx.clear(self.sides)
         corner = T.bind(image * panel.image + start * panel.row_stride)
-        with loop(self.shape.r) as r, loop(self.shape.s) as s:
+        rows, columns = self.window
+        with loop(rows) as r, loop(columns) as s:
             pixels = T.bind(corner + panel.tap(r, s))
-            weights = T.bind((block * self.taps + r * self.shape.s + s) * (self.depth * self.width))
+            weights = T.bind((block * self.taps + r * columns + s) * (self.depth * self.width))
             with loop(self.depth // amx.DEPTH) as k:
                 left = panel.buffer, pixels + k * amx.DEPTH, panel.row_stride
                 amx.add(self.sides, left, (self.weights, weights + k * (amx.SIDE * row), row))
