@@ -39,6 +39,12 @@ TARGET, emulated = tiles.TARGET, tiles.emulated
         pytest.param(Case("ConvGrad", 1, 6, 70, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)), id="rectangular"),
         pytest.param(Case("ConvGradInput", 1, 40, 31, 16, 40, (5, 5), pads=(2,) * 4), id="5x5-several-tiles"),
         pytest.param(Case("ConvGradWeight", 1, 70, 67, 16, 40, (5, 5), pads=(2,) * 4), id="5x5-weights"),
+        pytest.param(Case("ConvGradWeight", 3, 21, 18, 3, 40, (7, 7), (2, 2), (3,) * 4), id="stem"),
+        pytest.param(Case("ConvGradWeight", 2, 9, 11, 4, 33, (3, 3), pads=(1,) * 4), id="few-channels"),
+        pytest.param(Case("ConvGradWeight", 1, 90, 61, 3, 17, (11, 11), (4, 3), (2, 1, 0, 5)), id="deep-rows"),
+        pytest.param(
+            Case("ConvGradWeight", 2, 11, 9, 5, 20, (2, 3), (1, 2), (1, 0, 2, 1), (3, 1)), id="few-rectangular"
+        ),
     ],
 )
 def test_products_are_those_of_rounded_operands_and_sums_float32(emulated, case):
@@ -58,6 +64,7 @@ def test_products_are_those_of_rounded_operands_and_sums_float32(emulated, case)
     [
         Case(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
         Case(FULL, 3, 5, 7, 70, 21, slots=2),
+        Case("BatchNormGradNormalizeReluConvGradWeightBiasGrad", 2, 12, 13, 3, 40, (5, 5), (2, 1), (2,) * 4, slots=2),
         Case(gradients.GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
         Case("NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale", 2, 6, 8, 19, 21, (3, 2), pads=(0, 1, 2, 0)),
     ],
@@ -186,6 +193,8 @@ def test_the_code_loads_two_tiles_of_either_side_for_four_products():
     [
         (RAPIDS, problem(), "amx"),
         (RAPIDS, problem(cin=8), "direct"),  # mostly zeros
+        (RAPIDS, problem(cin=3, op="ConvGradWeight"), "amx"),  # by rows of the window
+        (RAPIDS, problem(cin=2, op="ConvGradWeight"), "direct"),
         (RAPIDS, problem(cout=8), "winograd"),
         (RAPIDS, problem(group=4), "direct"),
         (RAPIDS, problem(dtype="float32"), "winograd"),

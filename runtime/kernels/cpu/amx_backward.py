@@ -72,7 +72,11 @@ def takes(problem: Problem, shape: Convolution, target: CpuTarget) -> bool:
 
 def plan_of(problem: Problem, target: CpuTarget) -> Plan:
     """Choose how the kernel sees a problem, and its tiles: a pointwise one's pixels are cut into rows, each a tile."""
-    shape = convolution_of(problem)
+    return best_plan(plans_of(convolution_of(problem), target), target)
+
+
+def plans_of(shape: Convolution, target: CpuTarget) -> list[Plan]:
+    """List the ways to see a shape, and to cut it into tiles."""
     if shape.is_pointwise:
         pixels = shape.n * shape.rows.size * shape.columns.size
         widths = [width for width in range(1, min(pixels, POSITIONS) + 1) if pixels % width == 0]
@@ -80,11 +84,14 @@ def plan_of(problem: Problem, target: CpuTarget) -> Plan:
             dataclasses.replace(shape, n=1, rows=Axis(pixels // width, pixels // width), columns=Axis(width, width))
             for width in widths
         ]
-        plans = [Plan(one, _tiles(1, 1, target.lanes)) for one in seen]
-    else:
-        counts = [(1, rows) for rows in range(1, shape.rows.units + 1)]
-        counts += [(images, shape.rows.units) for images in range(2, shape.n + 1) if shape.n % images == 0]
-        plans = [Plan(shape, _tiles(images, rows, target.lanes)) for images, rows in counts]
+        return [Plan(one, _tiles(1, 1, target.lanes)) for one in seen]
+    counts = [(1, rows) for rows in range(1, shape.rows.units + 1)]
+    counts += [(images, shape.rows.units) for images in range(2, shape.n + 1) if shape.n % images == 0]
+    return [Plan(shape, _tiles(images, rows, target.lanes)) for images, rows in counts]
+
+
+def best_plan(plans: list[Plan], target: CpuTarget) -> Plan:
+    """Choose the one of those that fit that the busiest thread is through with first."""
     fitting = [plan for plan in plans if _fits(plan)] or plans[:1]
     return min(fitting, key=lambda plan: cost(plan, target))
 

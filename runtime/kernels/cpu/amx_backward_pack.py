@@ -125,7 +125,7 @@ def turn_grad(nest: AmxNest, grad: Buffer, read: Buffer) -> None:
 
     def turn(start: Expr, count: int) -> None:
         with T.serial(0, nest.shape.cout) as channel:
-            _turn_row(
+            turn_row(
                 grad, start * nest.out_pitch + channel, nest.out_pitch, read, channel * nest.read_row + start, count
             )
 
@@ -136,7 +136,7 @@ def turn_grad(nest: AmxNest, grad: Buffer, read: Buffer) -> None:
         turn(whole * STAGE, rest)
 
 
-def _turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
+def turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
     """Bring `count` elements, `stride` apart, side by side."""
     for start, lanes in cut(count, 16):
         values = source.bits[span(at + start * stride, lanes, stride)]
@@ -183,7 +183,7 @@ def _turn(
 
         over_channels(channels, nest.tiles.lanes, element)
     with T.serial(0, channels) as channel:
-        _turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
+        turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
 
 
 def unpack_block(nest: AmxNest, partial: Buffer, block: Expr) -> None:

@@ -43,10 +43,11 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.geometry import convolution_of
 from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
-from bnfuse.runtime.kernels.cpu import amx_backward, amx_backward_pack, tir
+from bnfuse.runtime.kernels.cpu import amx_backward, amx_backward_pack, amx_few_channels, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
@@ -77,7 +78,8 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     shape = conv_shape(problem, target.threads)
     if is_depthwise(shape, target):
         return ("depthwise",)
-    tiles = ("amx",) if amx_backward.takes(problem, shape, target) else ()
+    by_tiles = amx_backward.takes(problem, shape, target) or amx_few_channels.takes(problem, shape, target)
+    tiles = ("amx",) if by_tiles else ()
     if not is_possible(shape):
         return (*tiles, "direct")
     return (*tiles, *(("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")))
@@ -136,14 +138,15 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
 def build_amx(problem: Problem, target: CpuTarget) -> Any:
     """Make the TIR function that multiplies by tiles."""
     by_block = amx_backward.plan_by_block(problem, target)
-    plan = by_block or amx_backward.plan_of(problem, target)
+    if amx_few_channels.takes(problem, convolution_of(problem), target):
+        plan, kind, work = amx_few_channels.plan_of(problem, target), amx_few_channels.RowNest, amx_few_channels.work
+    elif by_block is not None:
+        plan, kind, work = by_block, partial(amx_backward.AmxNest, by_block=True), amx_backward.work_by_block
+    else:
+        plan, kind, work = amx_backward.plan_of(problem, target), amx_backward.AmxNest, amx_backward.work
     with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
-        given = problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles
-        nest = amx_backward.AmxNest(*given, by_block=by_block is not None)
-        if nest.by_block:
-            _body(nest, None, amx_backward.work_by_block)
-        else:
-            _body(nest, amx_backward_pack.pack_weights, amx_backward.work)
+        nest = kind(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles)
+        _body(nest, None if nest.by_block else amx_backward_pack.pack_weights, work)
     return arguments.result
 
 
