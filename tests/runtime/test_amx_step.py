@@ -18,8 +18,11 @@ emulated = tiles.emulated
 
 @tiles.NEEDS
 def test_gradients_are_those_of_steps_without_tiles_within_rounding(emulated, monkeypatch):
-    """Of one batch in four, as in test_halves_step.py: it rounds weights and activated pixels, which others do not. Where a
-    ReLU hangs on that, it is open in one of the steps without tiles, in 16 bits and in 32, and closed in the other."""
+    """Of one batch in four, as in test_halves_step.py: it rounds weights and activated pixels, which others do not.
+
+    Where a ReLU hangs on that, it is open in one of the steps without tiles, in 16 bits and in 32, and closed in the
+    other.
+    """
     graph = halves.gpu.graph_of("icf")
     plain = [compile_step(graph, target=target) for target in (HALVES, TARGET)]
     monkeypatch.setattr(build, "usable_cpus", lambda: 1)  # workers would write the instructions

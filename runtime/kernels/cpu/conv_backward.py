@@ -137,6 +137,8 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
 
 def build_amx(problem: Problem, target: CpuTarget) -> Any:
     """Make the TIR function that multiplies by tiles."""
+    kind: Callable[..., amx_backward.AmxNest]
+    work: Callable[..., None]
     by_block = amx_backward.plan_by_block(problem, target)
     if amx_few_channels.takes(problem, convolution_of(problem), target):
         plan, kind, work = amx_few_channels.plan_of(problem, target), amx_few_channels.RowNest, amx_few_channels.work

@@ -99,7 +99,7 @@ def shares_blocks(shape: Convolution, target: CpuTarget) -> bool:
     """Tell whether threads share the input channels and not the tiles: where weights are far more than maps.
 
     Each of them then transforms all of dy, and none transforms a weight, or sums a weight's gradient, that another one
-    does too. Measured (docs/decisions.md, D131).
+    does too. Measured (docs/decisions.md, D111).
     """
     tiles = shape.n * grid(shape.rows) * grid(shape.columns)
     blocks = -(-shape.cin // choose_direct_tiles(shape, target).block)

@@ -60,7 +60,7 @@ def shares_blocks(problem: Problem, shape: ConvShape, target: CpuTarget) -> bool
     """Tell whether threads share the output channels and not the squares: where weights are far more than maps.
 
     Each of them then transforms all of x, and none transforms a weight that another one does too. Measured
-    (docs/decisions.md, D131). Sums of images are of whole threads, and so are these.
+    (docs/decisions.md, D111). Sums of images are of whole threads, and so are these.
     """
     blocks = math.ceil(shape.cout / choose_vectors(shape.cout, target) / target.lanes)
     is_small = BLOCK_SQUARES * squares_of(shape) <= shape.cout and blocks >= target.threads
