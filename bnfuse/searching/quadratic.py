@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -29,6 +30,7 @@ SOLVERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SCS", {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000}),
 )
 ROUNDINGS, IMPROVED, SCATTERED = 200, 8, 16  # hyperplanes; of their roundings and of random placements, the improved
+FEW = 12  # blocks up to which all placements are candidates, where some are taken
 FLIPS = 10_000  # steps of an improvement, which ends far sooner
 
 
@@ -47,7 +49,7 @@ def solve(
     `taken`.
 
     `starts` [k, C] are improved as well. Where the best placement is taken, the best of the others that were met:
-    roundings, improved ones, and all within two flips of these.
+    roundings, improved ones, and all within two flips of these; of a few blocks, all that there are.
     """
     size = len(function.linear)
     roundings = np.unique(round_matrix(relax(function).matrix, ROUNDINGS, rng), axis=0)
@@ -56,7 +58,10 @@ def solve(
     begun = np.concatenate([best, scattered, *([] if starts is None else [np.asarray(starts)])]).astype(np.int8)
     found = np.concatenate([roundings, begun])
     improved = np.unique([improve(function, x) for x in begun], axis=0)
-    met = [found, improved] if not taken else [found, improved, *(within_two_flips(x) for x in improved)]
+    met = [found, improved]
+    if taken:
+        met += [within_two_flips(x) for x in improved]
+        met += [np.array(list(itertools.product((0, 1), repeat=size)), np.int8)] if size <= FEW else []
     return best_of(function, np.concatenate(met), taken or set())
 
 

@@ -316,8 +316,8 @@ def work(nest: AmxNest, shared: dict[str, Buffer], thread: Expr) -> None:
 def work_by_block(nest: AmxNest, shared: dict[str, Buffer], thread: Expr) -> None:
     """Write a thread's share of the blocks of input channels, of all positions: it packs all of dy, and no weights, and
     sums no weight's gradient, that another one does too."""
-    space, place = _Space.allocate(nest), Place(thread, 0, 0, 0, None)
-    place = dataclasses.replace(place, scratch=space.scratch)
+    space = _Space.allocate(nest)
+    place = Place(thread, 0, 0, 0, space.scratch)
     packed = tir.workspace(nest.packed_block, nest.packed_dtype) if nest.wants_input else None
     total = tir.workspace(nest.partial_size) if nest.wants_weight else None
     pack_grad(nest, space.grad, 0, 0, 0)
