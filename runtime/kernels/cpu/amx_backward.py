@@ -46,7 +46,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, Tiles
 from bnfuse.runtime.kernels.cpu.nest import cut
-from bnfuse.runtime.kernels.cpu.tir import HALF, zero
+from bnfuse.runtime.kernels.cpu.tir import HALF
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -61,11 +61,15 @@ BLOCK_BYTES = 4 << 20  # of a thread's packings of dy, all of it, where threads 
 
 def takes(problem: Problem, shape: Convolution, target: CpuTarget) -> bool:
     """Tell whether gradients are made by tiles: of maps in 16 bits, of one group, of channels enough."""
+    return is_able(problem, shape, target) and min(shape.cin, shape.cout) >= LEAST_CHANNELS
+
+
+def is_able(problem: Problem, shape: Convolution, target: CpuTarget) -> bool:
+    """Tell whether tiles can make gradients, of however few channels: of maps in 16 bits, of one group."""
     return (
         target.amx
         and all(problem.map(name).dtype == HALF for name in sides(problem.spec) if name in dict(problem.maps))
         and shape.groups == 1
-        and min(shape.cin, shape.cout) >= LEAST_CHANNELS
         and ImagePlan.of(problem) is None
     )
 
@@ -96,20 +100,21 @@ def best_plan(plans: list[Plan], target: CpuTarget) -> Plan:
     return min(fitting, key=lambda plan: cost(plan, target))
 
 
-def plan_by_block(problem: Problem, target: CpuTarget) -> Plan | None:
-    """Choose all of the pixels as one tile of each thread, which then share the input channels: where they have to pack
-    less for it than large partials of their tiles would move, and it stays near. None elsewhere."""
+def plan_by_block(problem: Problem, tiled: Plan, target: CpuTarget) -> Plan | None:
+    """Choose all of the pixels as one tile of each thread, which then share the input channels, in the place of a plan.
+
+    Where they have to pack less for it than large partials of the tiles of `tiled` would move, and it stays near. None
+    elsewhere.
+    """
     shape = convolution_of(problem)
     weights = shape.cin * shape.cout * shape.taps
     if shape.is_pointwise:
         pixels = shape.n * shape.rows.size * shape.columns.size
         shape = dataclasses.replace(shape, n=1, rows=Axis(1, 1), columns=Axis(pixels, pixels))
-    tiled = plan_of(problem, target)
     turns = tiled.shape.is_pointwise and shape.cout < shape.cin  # what takes little by tiles (AmxNest.turns_grad)
-    items = tiled.shape.n // tiled.tiles.images * math.ceil(tiled.shape.rows.units / tiled.tiles.rows)
     positions = shape.n * _with_border(shape.rows) * _with_border(shape.columns)
     again = (target.threads - 1) * shape.cout + turns * shape.cin  # channels of each position, for all threads
-    moved = weights * (math.ceil(items / target.threads) + 1)
+    moved = weights * (math.ceil(_items(tiled) / target.threads) + 1)
     blocks = math.ceil(shape.cin / amx.BLOCK)
     even = 3 * target.threads * math.ceil(blocks / target.threads) <= 4 * blocks  # a quarter of them idle, at most
     is_near = 4 * positions * shape.cout <= BLOCK_BYTES
@@ -126,6 +131,11 @@ def _tiles(images: int, rows: int, lanes: int) -> Tiles:
     return Tiles(images, rows, 1, 1, 1, amx.BLOCK, lanes, amx.BLOCK, amx.BLOCK)
 
 
+def _items(plan: Plan) -> int:
+    """Count the tiles that the threads share."""
+    return plan.shape.n // plan.tiles.images * math.ceil(plan.shape.rows.units / plan.tiles.rows)
+
+
 def _fits(plan: Plan) -> bool:
     shape, tiles = plan.shape, plan.tiles
     rows, columns = (axis.high - axis.low for axis in (shape.rows, shape.columns))
@@ -136,11 +146,10 @@ def _fits(plan: Plan) -> bool:
 def cost(plan: Plan, target: CpuTarget) -> float:
     """Estimate the busiest thread's work, in positions."""
     shape, tiles = plan.shape, plan.tiles
-    items = shape.n // tiles.images * math.ceil(shape.rows.units / tiles.rows)
     positions = math.ceil(tiles.rows * shape.columns.units / amx.BLOCK) * amx.BLOCK
     halo = shape.rows.high - shape.rows.low
     border = halo * shape.columns.units / 4  # packed, not multiplied
-    return math.ceil(items / target.threads) * (tiles.images * (positions + border) + TILE_OVERHEAD)
+    return math.ceil(_items(plan) / target.threads) * (tiles.images * (positions + border) + TILE_OVERHEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,12 +283,7 @@ class _Space:
     @staticmethod
     def allocate(nest: AmxNest) -> _Space:
         """Allocate them; what packing does not write is zero."""
-
-        def zeros(size: int) -> Buffer:
-            buffer = tir.workspace(size, HALF)
-            zero(buffer, 0, size, nest.tiles.lanes)
-            return buffer
-
+        zeros = partial(tir.zeros, lanes=nest.tiles.lanes, dtype=HALF)
         turns_read = nest.wants_weight and not nest.turns_grad
         return _Space(
             grad=zeros(nest.grad_size),

@@ -64,10 +64,7 @@ def _pack_pair(nest: AmxNest, packed: Buffer, block: Expr, pair: Expr, base: Exp
 
 def pairs_of(nest: AmxNest) -> Buffer:
     """Allocate the pairs: two neighbouring positions of a channel in the halves of 32 bits."""
-    size = nest.tiles.images * nest.positions // 2 * nest.paired
-    pairs = tir.workspace(size, "uint32")
-    zero(pairs, 0, size, nest.tiles.lanes)
-    return pairs
+    return tir.zeros(nest.tiles.images * nest.positions // 2 * nest.paired, nest.tiles.lanes, "uint32")
 
 
 def pack_pairs(nest: AmxNest, grad: Buffer, pairs: Buffer, place: Place) -> None:
@@ -119,24 +116,22 @@ def pair_read(nest: AmxNest, pairs: Buffer, place: Place) -> None:
         pair(first + 2 * whole, whole * paired, False)
 
 
-def turn_grad(nest: AmxNest, grad: Buffer, read: Buffer) -> None:
-    """Turn dy of a pointwise convolution's tile: [cout][position]."""
-    whole, rest = divmod(nest.shape.columns.size, STAGE)
+def turn_grad(nest: AmxNest, grad: Buffer, turned: Buffer) -> None:
+    """Turn dy of the tile: [image][cout][position]. Rows that there are not are zeros of the packed ones."""
+    rows, columns = nest.shape.rows, nest.shape.columns
+    with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.tiles.rows) as h:
+        source = ((image * nest.grad_rows + h - rows.low) * nest.grad_columns - columns.low) * nest.out_pitch
+        target = T.bind(image * (nest.out_padded * nest.read_row) + h * nest.across)
 
-    def turn(start: Expr, count: int) -> None:
-        with T.serial(0, nest.shape.cout) as channel:
-            turn_row(
-                grad, start * nest.out_pitch + channel, nest.out_pitch, read, channel * nest.read_row + start, count
-            )
+        def turn(start: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
+            at = T.bind(source + start * nest.out_pitch)
+            with T.serial(0, nest.shape.cout) as channel:
+                _turn_row(grad, at + channel, nest.out_pitch, turned, target + channel * nest.read_row + start, count)
 
-    if whole:
-        with T.serial(0, whole) as k:
-            turn(T.bind(k * STAGE), STAGE)
-    if rest:
-        turn(whole * STAGE, rest)
+        tir.vectors(columns.out, STAGE, turn)
 
 
-def turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
+def _turn_row(source: Buffer, at: Expr, stride: int, target: Buffer, index: Expr, count: int) -> None:
     """Bring `count` elements, `stride` apart, side by side."""
     for start, lanes in cut(count, 16):
         values = source.bits[span(at + start * stride, lanes, stride)]
@@ -183,7 +178,7 @@ def _turn(
 
         over_channels(channels, nest.tiles.lanes, element)
     with T.serial(0, channels) as channel:
-        turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
+        _turn_row(stage, channel, width, read, T.bind(at + channel * nest.read_row), count)
 
 
 def unpack_block(nest: AmxNest, partial: Buffer, block: Expr) -> None:

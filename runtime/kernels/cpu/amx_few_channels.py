@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Convolution, convolution_of
-from bnfuse.runtime.kernels.common.images import ImagePlan
-from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import amx, amx_backward, tir
-from bnfuse.runtime.kernels.cpu.amx_backward_pack import turn_row
+from bnfuse.runtime.kernels.cpu.amx_backward_pack import turn_grad
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import inside, otherwise
@@ -33,21 +32,17 @@ from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
 LEAST_ROW = 8  # channels of a row of the window, of 32 that are multiplied
-STRIP = 16  # positions that are turned at a time
 
 
 def takes(problem: Problem, shape: Convolution, target: CpuTarget) -> bool:
     """Tell whether the gradient of the weights alone is made so: of maps in 16 bits, of few input channels."""
     return (
-        target.amx
+        amx_backward.is_able(problem, shape, target)
         and problem.spec.core == "ConvGradWeight"
-        and all(problem.map(name).dtype == HALF for name in sides(problem.spec))
-        and shape.groups == 1
         and shape.columns.kernel > 1
         and shape.columns.dilation == 1
         and shape.cin < amx_backward.LEAST_CHANNELS <= shape.cout
         and shape.columns.kernel * shape.cin >= LEAST_ROW
-        and ImagePlan.of(problem) is None
     )
 
 
@@ -89,7 +84,7 @@ class RowNest(amx_backward.AmxNest):
         return self.shape.columns.out + self.shape.columns.out % 2
 
     @property
-    def turned_row(self) -> int:
+    def read_row(self) -> int:
         """Count the elements from channel to channel of dy as it is turned."""
         return amx.pitch(self.positions)
 
@@ -113,16 +108,10 @@ class RowNest(amx_backward.AmxNest):
 
 def work(nest: RowNest, shared: dict[str, Buffer], thread: Expr) -> None:
     """Write a thread's share of the tiles."""
-    lanes, images = nest.tiles.lanes, nest.tiles.images
-
-    def zeros(size: int, dtype: str = HALF) -> Buffer:
-        buffer = tir.workspace(size, dtype)
-        zero(buffer, 0, size, lanes)
-        return buffer
-
-    grad, turned = zeros(nest.grad_size), zeros(images * nest.out_padded * nest.turned_row)
-    pairs = zeros(images * nest.strides[0] * nest.pairs_phase * nest.depth, "uint32")
-    line = zeros(max(nest.read_columns * nest.shape.cin, nest.across * nest.step) + nest.depth)
+    images, zeros = nest.tiles.images, partial(tir.zeros, lanes=nest.tiles.lanes)
+    grad, turned = zeros(nest.grad_size, dtype=HALF), zeros(images * nest.out_padded * nest.read_row, dtype=HALF)
+    pairs = zeros(images * nest.strides[0] * nest.pairs_phase * nest.depth, dtype="uint32")
+    line = zeros(max(nest.read_columns * nest.shape.cin, nest.across * nest.step) + nest.depth, dtype=HALF)
     first, count = tir.share(nest.items, nest.threads, thread)
     with amx.tiles(), T.serial(0, count) as number:
         item = T.bind(first + number)
@@ -134,21 +123,6 @@ def work(nest: RowNest, shared: dict[str, Buffer], thread: Expr) -> None:
         turn_grad(nest, grad, turned)
         pair_rows(nest, pairs, line, place)
         weight_gradient(nest, turned, pairs, shared["partial"], thread * nest.partial_size)
-
-
-def turn_grad(nest: RowNest, grad: Buffer, turned: Buffer) -> None:
-    """Turn dy of the tile: [image][cout][position]. Rows that there are not are zeros of the packed ones."""
-    rows, columns = nest.shape.rows, nest.shape.columns
-    with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.tiles.rows) as h:
-        source = ((image * nest.grad_rows + h - rows.low) * nest.grad_columns - columns.low) * nest.out_pitch
-        target = T.bind(image * (nest.out_padded * nest.turned_row) + h * nest.across)
-
-        def turn(start: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
-            at = T.bind(source + start * nest.out_pitch)
-            with T.serial(0, nest.shape.cout) as channel:
-                turn_row(grad, at + channel, nest.out_pitch, turned, target + channel * nest.turned_row + start, count)
-
-        tir.vectors(columns.out, STRIP, turn)
 
 
 def pair_rows(nest: RowNest, pairs: Buffer, line: Buffer, place: Place) -> None:
@@ -191,7 +165,7 @@ def weight_gradient(nest: RowNest, turned: Buffer, pairs: Buffer, total: Buffer,
         amx.resume(2, total, target, depth)
         with T.serial(0, nest.tiles.images) as image, T.serial(0, nest.positions // amx.DEPTH) as k:
             channel = image * nest.out_padded + out * amx.BLOCK
-            left = turned, channel * nest.turned_row + k * amx.DEPTH, nest.turned_row
+            left = turned, channel * nest.read_row + k * amx.DEPTH, nest.read_row
             pair = (nest.pairs_at(image, r * rows.dilation) + k * amx.SIDE) * depth + block * amx.BLOCK
             amx.add(2, left, (pairs, pair, depth))
         amx.leave(2, total, target, depth)

@@ -139,13 +139,13 @@ def build_amx(problem: Problem, target: CpuTarget) -> Any:
     """Make the TIR function that multiplies by tiles."""
     kind: Callable[..., amx_backward.AmxNest]
     work: Callable[..., None]
-    by_block = amx_backward.plan_by_block(problem, target)
     if amx_few_channels.takes(problem, convolution_of(problem), target):
         plan, kind, work = amx_few_channels.plan_of(problem, target), amx_few_channels.RowNest, amx_few_channels.work
-    elif by_block is not None:
-        plan, kind, work = by_block, partial(amx_backward.AmxNest, by_block=True), amx_backward.work_by_block
     else:
         plan, kind, work = amx_backward.plan_of(problem, target), amx_backward.AmxNest, amx_backward.work
+        by_block = amx_backward.plan_by_block(problem, plan, target)
+        if by_block is not None:
+            plan, kind, work = by_block, partial(amx_backward.AmxNest, by_block=True), amx_backward.work_by_block
     with tir.function(unique_name(NAME, problem, target), operator_params(problem)) as arguments:
         nest = kind(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles)
         _body(nest, None if nest.by_block else amx_backward_pack.pack_weights, work)

@@ -19,6 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx.op import register_intrin_lowering
 
+from bnfuse.runtime.kernels.cpu.lanes import Expr, constant, lanes_of, like
 from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -33,24 +34,13 @@ define linkonce_odr {bits} @{name}({single} %value) alwaysinline nounwind {{
 }}
 """
 
-Expr = Any
-
 _instruction: contextvars.ContextVar[bool] = contextvars.ContextVar("instruction", default=False)
-
-
-def typed(dtype: str, lanes: int) -> str:
-    """Name the type of `lanes` values."""
-    return dtype if lanes == 1 else f"{dtype}x{lanes}"
 
 
 def rounded(value: Expr) -> Expr:
     """Write the bits (uint16) of a float32, or of a vector of them, as bfloat16."""
     value = T.bind(value)  # it is read more than once
-    return tirx.call_intrin(typed("uint16", _lanes(value)), ROUNDED, value)
-
-
-def _lanes(value: Expr) -> int:
-    return int(tvm.DataType(value.ty.dtype).lanes)
+    return tirx.call_intrin(like("uint16", value), ROUNDED, value)
 
 
 @contextlib.contextmanager
@@ -81,23 +71,21 @@ def _definition(lanes: int) -> str:
 def _lower(call: Any) -> Expr:
     """Write what the operator comes to; a vector's, once loops are vectorised."""
     (value,) = call.args
-    lanes = _lanes(value)
+    lanes = lanes_of(value)
     if _instruction.get() and lanes <= WIDEST:
-        return tirx.call_extern(typed("uint16", lanes), _name(lanes), value)
+        return tirx.call_extern(like("uint16", value), _name(lanes), value)
     return _arithmetic(value)
 
 
 def _arithmetic(value: Expr) -> Expr:
-    lanes = _lanes(value)
-
     def of(number: int) -> Expr:
-        return tirx.Broadcast(tirx.const(number, "uint32"), lanes) if lanes > 1 else tirx.const(number, "uint32")
+        return constant(number, "uint32", value)
 
-    bits = tirx.reinterpret(typed("uint32", lanes), value)
+    bits = tirx.reinterpret(like("uint32", value), value)
     upper = bits + (of(0x7FFF) + ((bits >> of(16)) & of(1)))  # in this order LLVM sees what is rounded already
-    same = tirx.reinterpret(typed("float32", lanes), bits)  # TVM takes x == x for true, LLVM takes this for x == x
+    same = tirx.reinterpret(like("float32", value), bits)  # TVM takes x == x for true, LLVM takes this for x == x
     found = tirx.Select(value == same, upper >> of(16), of(0x7FC0))
-    return tirx.Cast(typed("uint16", lanes), found)
+    return tirx.Cast(like("uint16", value), found)
 
 
 def _register() -> None:

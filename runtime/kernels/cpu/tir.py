@@ -19,6 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.cpu.lanes import constant, like
 from bnfuse.runtime.kernels.cpu.rounding import rounded, rounding_of
 from bnfuse.runtime.kernels.kernel import MapType, Param
 from bnfuse.runtime.targets import cpus
@@ -154,18 +155,6 @@ def element(buffer: Buffer, index: Expr) -> Expr:
     return (buffer.bits if isinstance(buffer, Half) else buffer)[index]
 
 
-def like(dtype: str, value: Expr) -> str:
-    """Name the type of as many `dtype` as a value has lanes."""
-    lanes = tvm.DataType(value.ty.dtype).lanes
-    return dtype if lanes == 1 else f"{dtype}x{lanes}"
-
-
-def constant(number: int, dtype: str, value: Expr) -> Expr:
-    """Write an integer in as many lanes as a value has."""
-    lanes = tvm.DataType(value.ty.dtype).lanes
-    return tirx.const(number, dtype) if lanes == 1 else T.broadcast(tirx.const(number, dtype), lanes)
-
-
 def prefetch_write(buffer: Buffer, index: Expr) -> None:
     """Bring the cache line of an element near, to be written. An index outside of the buffer does no harm."""
     address = T.address_of(element(buffer, index))
@@ -218,6 +207,13 @@ def workspace(elements: int, dtype: str = "float32") -> Buffer:
     if dtype == HALF:
         return Half(T.alloc_buffer((elements,), HALF_BITS))
     return T.alloc_buffer((elements,), dtype)
+
+
+def zeros(elements: int, lanes: int, dtype: str = "float32") -> Buffer:
+    """Allocate a workspace of zeros."""
+    buffer = workspace(elements, dtype)
+    zero(buffer, 0, elements, lanes)
+    return buffer
 
 
 def registers(elements: int, dtype: str = "float32") -> Buffer:

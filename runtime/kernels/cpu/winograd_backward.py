@@ -141,11 +141,7 @@ class _Space:
         def places(size: int, wanted: bool) -> Buffer | None:
             return tir.workspace(PLACES * size) if wanted else None
 
-        def zeros(size: int) -> Buffer:
-            buffer = tir.workspace(size)
-            tir.zero(buffer, 0, size, nest.tiles.lanes)
-            return buffer
-
+        zeros = partial(tir.zeros, lanes=nest.tiles.lanes)
         weight, dx = nest.wants_weight, nest.wants_input
         return _Space(
             grad=zeros(nest.grad_size),
