@@ -33,6 +33,7 @@ DEEPEST = 4  # steps ahead, at most, and
 START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
 DEEP = 16  # steps of a tile without a halo from where on it is faster so: by measurement
 GROUP_REGISTERS = 60  # beside the accumulators: an estimate
+PATCHES = (8, 16, 32, 64)  # columns
 
 
 def read_of(c: Correlation, *, forward: bool) -> Read:
@@ -90,7 +91,8 @@ def group_plans(c: Correlation, operand: Operand, target: CudaTarget, reads: Seq
         if found or read == "flat":
             break
         for pixels, outputs, warps, blocks in GROUP_SIZES:
-            wanted = TilePlan(pixels, outputs, ROW_BYTES, (warps, 1), read, blocks, grouped=True)
+            columns = patch_columns(c, pixels) if read == "halo" else 0
+            wanted = TilePlan(pixels, outputs, ROW_BYTES, (warps, 1), read, blocks, grouped=True, columns=columns)
             plan = _group_plan(c, operand, target, wanted) if outputs < 2 * c.outputs else None
             if plan is not None:
                 waves = -(-_tiles(c, pixels, outputs) // target.multiprocessors)
@@ -110,6 +112,18 @@ def _group_plan(c: Correlation, operand: Operand, target: CudaTarget, plan: Tile
         if enough and tile.shared <= shared_limit(target.architecture) // plan.min_blocks:
             return tile.plan
     return None
+
+
+def patch_columns(c: Correlation, pixels: int) -> int:
+    """Choose the columns of a halo tile that is a patch of an image; 0 where a run of pixels has the smaller halo, as
+    where no patch of so many pixels divides the image."""
+    v, h = c.vertical, c.horizontal
+    rows = {0: pixels + 2 * c.halo}
+    for columns in PATCHES:
+        lines = pixels // columns
+        if not (h.source % columns or v.source % lines):
+            rows[columns] = (lines + 2 * v.reach) * (columns + 2 * h.reach)
+    return min(rows, key=lambda columns: rows[columns])
 
 
 def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -> Iterator[TilePlan]:
@@ -134,17 +148,20 @@ def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -
     enough = [size for size in sizes if _tiles(c, size[0], size[1]) >= FILLED * target.multiprocessors]
     first = (enough or sorted(sizes, key=lambda size: -_tiles(c, size[0], size[1])))[0]
     for pixels, width, row, ahead, *given in (first, *sizes):
-        yield _plan(pixels, width, row, read, ahead, (given[0], given[1]) if given else WARPS[pixels, width])
+        yield _plan(c, pixels, width, row, read, ahead, (given[0], given[1]) if given else WARPS[pixels, width])
 
 
 def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
     return -(-c.rows // pixels) * -(-c.outputs // outputs) * c.groups * c.phases
 
 
-def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, warps: tuple[int, int]) -> TilePlan:
+def _plan(
+    c: Correlation, pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, warps: tuple[int, int]
+) -> TilePlan:
     """Let as many blocks lie beside each other as registers allow: a thread's accumulators, and some 60 more."""
     threads = warps[0] * warps[1] * WARP
     accumulators = pixels * outputs // threads
     # 60, and 80 where two operands have prologues: estimates, chosen by hand
     blocks = max(1, min(4, REGISTERS // (threads * (accumulators + 60))))
-    return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead)
+    columns = patch_columns(c, pixels) if read == "halo" else 0
+    return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead, columns=columns)

@@ -24,6 +24,7 @@ class TilePlan:
     min_blocks: int = 1
     ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
     grouped: bool = False  # products of warpgroups (conv_group.py)
+    columns: int = 0  # of a halo tile that is a patch of an image; without, it is a run of the flattened map
 
     @property
     def halo(self) -> bool:
@@ -73,9 +74,29 @@ class Tile:
         return 1 if self.plan.grouped else self.taps
 
     @property
+    def lines(self) -> int:
+        """Count the lines of a patch."""
+        return self.plan.pixels // self.plan.columns
+
+    @property
+    def line(self) -> int:
+        """Count the rows of a halo tile's source from a pixel to the one below it."""
+        h = self.correlation.horizontal
+        return self.plan.columns + 2 * h.reach if self.plan.columns else h.source
+
+    @property
+    def halo(self) -> int:
+        """Count the rows of a halo tile's source before that of the tile's first pixel."""
+        return self.correlation.vertical.reach * self.line + self.correlation.horizontal.reach
+
+    @property
     def source_rows(self) -> int:
         """Count the rows of the source in shared memory: the tile's pixels, and those of its halo."""
-        return self.plan.pixels + (2 * self.correlation.halo if self.plan.halo else 0)
+        if not self.plan.halo:
+            return self.plan.pixels
+        if self.plan.columns:
+            return (self.lines + 2 * self.correlation.vertical.reach) * self.line
+        return self.plan.pixels + 2 * self.halo
 
     @property
     def source_bytes(self) -> int:

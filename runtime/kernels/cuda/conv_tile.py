@@ -7,10 +7,10 @@
     accumulators -> shared -> epilogue: a vector of channels of a pixel at a time
 
 Three ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
-holds a run of pixels of the flattened map and those around it that taps reach, so that the prologue is applied once and
-all taps read from shared memory; it needs source and destination of the same size. A tap outside of the image reads a
-row of zeros. A *flat* tile, for maps of a few channels such as images, takes a row of taps with their channels as one
-axis.
+holds a run of pixels of the flattened map, or of wide maps a patch of an image, and those around it that taps reach, so
+that the prologue is applied once and all taps read from shared memory; it needs source and destination of the same
+size. A tap outside of the image reads a row of zeros. A *flat* tile, for maps of a few channels such as images, takes a
+row of taps with their channels as one axis.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Emitter:
         self.group = T.bind(block.x // tile.output_tiles % c.groups) if c.groups > 1 else 0
         self.row = T.bind(block.x // inner)  # of the partials
         self.phase = T.bind(self.row // tile.pixel_tiles) if c.phases > 1 else 0
-        self.first = T.bind((self.row % tile.pixel_tiles if c.phases > 1 else self.row) * plan.pixels)
+        place = self.row % tile.pixel_tiles if c.phases > 1 else self.row
+        self.first = T.bind(self.corner(place) if plan.columns else place * plan.pixels)
         self.first_output = self.output_tile * plan.outputs
         self.chunk_lanes = chunks_of(plan.row_bytes)
         self.source_lane, self.source_row = block.tid % self.chunk_lanes, block.tid // self.chunk_lanes
@@ -107,6 +108,30 @@ class Emitter:
             d.commit()
 
     # -- where pixels and taps are ---------------------------------------------------------------------------------
+
+    def corner(self, place: Expr) -> Expr:
+        """Find the first pixel of the patch at a place among all, and keep its row and column."""
+        v, h, lines, columns = self.c.vertical, self.c.horizontal, self.tile.lines, self.plan.columns
+        across, down = h.source // columns, v.source // lines
+        self.top, self.left = T.bind(place // across % down * lines), T.bind(place % across * columns)
+        return (place // (across * down) * v.source + self.top) * h.source + self.left
+
+    def pixel(self, row: Expr) -> Expr:
+        """Find the destination pixel of a row of the tile, counted in the phase."""
+        if not self.plan.columns:
+            return self.first + row
+        return self.first + row // self.plan.columns * self.c.horizontal.source + row % self.plan.columns
+
+    def source_of(self, row: Expr) -> Expr:
+        """Find the row of a halo tile's source that has the pixel of a row of the tile."""
+        if not self.plan.columns:
+            return row + self.tile.halo
+        return row // self.plan.columns * self.tile.line + row % self.plan.columns + self.tile.halo
+
+    def source_distance(self, tap: Expr) -> Expr:
+        """Count the rows of a halo tile's source from a pixel to the one that a tap of it reads."""
+        down, right = self.tap_distance(tap)
+        return down * self.tile.line + right
 
     @property
     def every_phase_has_taps(self) -> bool:
@@ -172,7 +197,7 @@ class Emitter:
         self.inside = d.registers(self.fragments[0], "uint32")
 
         def rows(i: Expr) -> None:
-            row = T.bind(self.first + self.fragment_row(i))
+            row = T.bind(self.pixel(self.fragment_row(i)))
             y, x = T.bind(row // h.destination % v.destination), T.bind(row % h.destination)
             mask: Expr = T.uint32(0)
             for tap in range(self.tile.taps):
@@ -230,9 +255,14 @@ class Emitter:
     def halo_pixel(self, i: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pass `i` of a halo tile, and whether map and tile have it."""
         row = self.source_row + i * self.stride
-        pixel = T.bind(self.first - self.c.halo + row)
-        inside = d.within(pixel, self.c.rows)
-        return pixel, d.all_of(inside, d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0))
+        own = d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0)
+        if not self.plan.columns:
+            pixel = T.bind(self.first - self.tile.halo + row)
+            return pixel, d.all_of(d.within(pixel, self.c.rows), own)
+        v, h, line = self.c.vertical, self.c.horizontal, self.tile.line
+        down, right = T.bind(row // line - v.reach), T.bind(row % line - h.reach)
+        inside = d.within(self.top + down, v.source), d.within(self.left + right, h.source)
+        return T.bind(self.first + down * h.source + right), d.all_of(*inside, own)
 
     def gathered_pixel(self, i: Expr, down: Expr, right: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pass `i` and a tap, and whether map and tile have it.
@@ -411,13 +441,13 @@ class Emitter:
         zeros = self.shared.address + T.uint32(self.tile.zeros_at)
 
         def tap_of(tap: int, bit: int) -> None:
-            dy, dx = self.tap_distance(tap)
-            distance = self.c.halo + dy * self.c.horizontal.source + dx
+            distance = self.source_distance(tap)
 
             def k_step(k: Expr) -> None:
                 def at(i: Expr) -> Expr:
                     inside = tirx.bitwise_and(self.inside[i], T.uint32(1 << bit)) != T.uint32(0)
-                    return tirx.Select(inside, source + self.address(self.fragment_row(i) + distance, k), zeros)
+                    row = self.source_of(self.fragment_row(i)) + distance
+                    return tirx.Select(inside, source + self.address(row, k), zeros)
 
                 self.products(k, weight + T.uint32(tap * self.plan.outputs * self.plan.row_bytes), at, a, b)
 
@@ -500,7 +530,7 @@ class Emitter:
             )
         with T.serial(0, rounds // passes) as turn:
             rows = [T.bind(first_row + (turn * passes + i) * team.down) for i in range(passes)]
-            places = [self.destination_pixel(T.bind(self.first + row)) for row in rows]
+            places = [self.destination_pixel(T.bind(self.pixel(row))) for row in rows]
             for i, (pixel, valid) in enumerate(places):
                 epilogue.fetch(i, pixel, valid)
             for i, (pixel, valid) in enumerate(places):

@@ -204,12 +204,18 @@ def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: CudaTar
     offset = outer * member["outer"] + inner * member["inner"] + tap * member["tap_step"]
     source = T.bind(member["source"] + offset)
     values = registers(VECTOR)
+    modulus = member["modulus"]
+    # counted on from element to element: divisions by what the table says are most of the work
+    column, line = registers(1, "int32"), registers(1, "int32")
+    put(column, 0, tirx.truncmod(start, modulus))
+    put(line, 0, tirx.truncdiv(start, modulus))
     for i in range(VECTOR):
-        element = T.bind(start + i)
-        modulus = member["modulus"]
-        there = source + tirx.truncmod(element, modulus) * member["step"] + tirx.truncdiv(element, modulus)
+        there = source + column[0] * member["step"] + line[0]
         value = tirx.if_then_else(start + i < member["valid"], block["parameters"][there], T.float32(0))
         put(values, i, value)
+        wraps = T.bind(column[0] + 1 == modulus)
+        put(line, 0, tirx.Select(wraps, line[0] + 1, line[0]))
+        put(column, 0, tirx.Select(wraps, T.int32(0), column[0] + 1))
     _store(block["packed"], member["target"] + place * member["padded"] + start, values, target)
 
 

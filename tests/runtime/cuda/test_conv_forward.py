@@ -53,6 +53,7 @@ CASES = {
     "flat": CudaCase("ReluConvStatistics", 1, 12, 13, 6, 9, (5, 5), pads=(2, 2, 2, 2)),
     "flat-stem": CudaCase("NormalizeConvBiasStatistics", 2, 13, 13, 3, 24, (7, 7), (2, 2), (3, 3, 3, 3)),
     "flat-behind-a-gate": CudaCase("NormalizeReluGateConv", 3, 6, 6, 3, 40, (3, 3), pads=(1, 1, 1, 1)),
+    "patches": CudaCase(FULL, 2, 16, 64, 24, 20, (3, 3), pads=(1, 1, 1, 1), slots=8),
     "halo-behind-a-gate": CudaCase("NormalizeGateConvStatistics", 3, 9, 8, 24, 40, (3, 3), pads=(1, 1, 1, 1), slots=8),
     "flat-beside-a-wider-map": CudaCase("AddConv", 2, 6, 6, 3, 40, (3, 3), pads=(1, 1, 1, 1), wider=("skip",)),
     "window-as-large-as-the-image": CudaCase("ReluConvStatistics", 5, 4, 3, 10, 36, (4, 3)),

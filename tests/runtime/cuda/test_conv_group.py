@@ -24,10 +24,14 @@ CASES = {
     "halo-plain": CudaCase("Conv", 1, 12, 13, 136, 40, **SAME),
     "halo-of-few-taps": CudaCase("ReluConv", 2, 9, 10, 136, 66, (1, 3), pads=(0, 1, 0, 1)),
     "halo-dilated": CudaCase("ReluConv", 1, 9, 9, 72, 40, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
+    "patches": CudaCase(FORWARD, 2, 16, 64, 72, 40, **SAME, slots=8),
+    "patches-of-two-maps": CudaCase("NormalizeAddNormalizedReluConvBias", 1, 16, 64, 40, 40, (3, 3), pads=(0, 2, 2, 0)),
+    "patches-dilated": CudaCase("ReluConv", 1, 16, 64, 40, 40, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
     "pointwise": CudaCase(FORWARD, 2, 9, 8, 200, 70, slots=8),
     "strided": CudaCase(FORWARD, 2, 18, 17, 72, 130, (3, 3), (2, 2), (1, 1, 1, 1)),
     "groups": CudaCase(FORWARD, 2, 6, 6, 144, 96, **SAME, group=2, slots=8),
     "towards-input": CudaCase(BACKWARD, 2, 8, 9, 72, 136, **SAME, slots=8),
+    "patches-towards-input": CudaCase(BACKWARD, 1, 32, 64, 40, 72, **SAME, slots=8),
     "towards-input-strided": CudaCase(BACKWARD, 2, 17, 16, 72, 72, (3, 3), (2, 2), (1, 1, 1, 1)),
     "towards-input-pointwise": CudaCase(BACKWARD, 2, 9, 8, 40, 150, slots=8),
     "towards-gated-and-pooled-input": CudaCase(
@@ -70,6 +74,7 @@ def test_tiles_compute_what_the_reference_says(name, precision):
         generator = lambda problem, target, plan=plan: made_by(case)[0](problem, target, "tile", plan)  # noqa: E731
         found, expected, _ = run_case(case, generator, gpu(precision))
         assert_close(found, expected, case.dtype_of, TOLERANCE)
+        assert ("patches" in name) == (tile_of(plan).columns > 0)
 
 
 def rule(case: CudaCase, precision: str, arch: str = "sm_90") -> TilePlan:
