@@ -31,7 +31,6 @@ GROUP_SIZES = (
 NARROW = 32  # channels: fewer leave most of such a product idle
 DEEPEST = 4  # steps ahead, at most, and
 START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
-DEEP = 16  # steps of a tile without a halo from where on it is faster so: by measurement
 GROUP_REGISTERS = 60  # beside the accumulators: an estimate
 PATCHES = (8, 16, 32, 64)  # columns
 
@@ -54,14 +53,13 @@ def with_fallback(read: Read) -> tuple[Read, ...]:
 def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward: bool) -> Iterator[TilePlan]:
     """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor.
 
-    Where a source serves several taps, or there are many steps, products of warpgroups are faster; else what comes from
-    memory is waited for.
+    Forward, and where a source serves several taps, products of warpgroups are faster; else what comes from memory is
+    waited for.
     """
     reads = with_fallback(read_of(c, forward=forward))
     by_groups = group_plans(c, operand, target, reads)
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
-    steps = [tile_of(c, plan, target.precision, operand).steps for plan in by_groups[:1]]
-    first = bool(by_groups) and (by_groups[0].halo or (forward and steps[0] >= DEEP))
+    first = bool(by_groups) and (by_groups[0].halo or forward)
     yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
 
 
@@ -107,8 +105,8 @@ def _group_plan(c: Correlation, operand: Operand, target: CudaTarget, plan: Tile
         return None
     for ahead in range(min(DEEPEST, c.taps - 1 if plan.halo else DEEPEST), 0, -1):
         tile = tile_of(c, dataclasses.replace(plan, ahead=ahead), target.precision, operand)
-        # a step more ahead is better than a block more
-        enough = tile.ahead == ahead >= min(plan.min_blocks, tile.steps)
+        # a step more ahead is better than a block more, but where the whole source comes at once
+        enough = tile.ahead == ahead and (ahead >= min(plan.min_blocks, tile.steps) or tile.source_buffers == 1)
         if enough and tile.shared <= shared_limit(target.architecture) // plan.min_blocks:
             return tile.plan
     return None

@@ -28,6 +28,8 @@ from bnfuse.runtime.targets.target import CudaTarget
 MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
 LARGE = 1 << 16  # elements of a pointwise weight
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
+SHARE = 1  # steps that a share takes while it begins and ends
+FEW = 3  # shares that may be tried for any number of tiles
 MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the registers
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
@@ -53,7 +55,7 @@ def _slide_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         return
     for ahead in (3, 2):
         one = SlideTile(c, SlidePlan(windows[0], 1, ahead), target.precision, (0, 0), (0, 0))
-        splits = even_splits(one, target.multiprocessors)
+        splits = even_splits(one, target.multiprocessors, target.multiprocessors)
         plan = dataclasses.replace(one.plan, splits=splits)
         if weight_tile_of(c, plan, target.precision, *operands).shared <= shared_limit(target.architecture):
             yield plan
@@ -83,10 +85,11 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
             yield plan
 
 
-def even_splits(tile: Shares, multiprocessors: int) -> int:
-    """Cut the pixels into as many shares as let the last block end first, where a multiprocessor has one at a time."""
-    most = max(1, min(tile.steps, PARTIAL_BYTES // (tile.elements * 4), multiprocessors))
-    return min(range(1, most + 1), key=lambda n: -(-tile.blocks * n // multiprocessors) * -(-tile.steps // n))
+def even_splits(tile: Shares, places: int, most: int) -> int:
+    """Cut the pixels into as many shares, `most` or less, as let the last block end first, where there are `places` for
+    blocks at a time. Pixels and PARTIAL_BYTES have to suffice."""
+    most = max(1, min(tile.steps, PARTIAL_BYTES // (tile.elements * 4), most))
+    return min(range(1, most + 1), key=lambda n: -(-tile.blocks * n // places) * (-(-tile.steps // n) + SHARE))
 
 
 def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[WeightPlan]:
@@ -131,21 +134,16 @@ def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[We
         elif c.rows > MANY:
             sizes.insert(0, sizes[2])
     for out, inner, chunk, ahead, rows, columns in sizes:
+        plan = WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead)
+        accumulators = out * inner * (c.taps if read == "halo" else 1) // plan.threads
+        blocks = max(1, min(4, REGISTERS // (plan.threads * (accumulators + 80))))
         for waves in (first_waves, 6 - first_waves):
-            made = with_splits(c, target, WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead), waves)
-            accumulators = out * inner * (c.taps if read == "halo" else 1) // made.threads
-            blocks = max(1, min(4, REGISTERS // (made.threads * (accumulators + 80))))
-            yield dataclasses.replace(made, min_blocks=blocks)
+            yield with_splits(c, target, dataclasses.replace(plan, min_blocks=blocks), waves)
 
 
 def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
-    """Cut the pixels into as many shares as make `waves` blocks for each multiprocessor.
-
-    There are fewer where pixels do not suffice, or shares would take more than PARTIAL_BYTES.
-    """
+    """Cut the pixels into shares: some `waves` blocks for each multiprocessor, of which as many lie side by side as
+    there is room for; a few more would make all others wait."""
     tile = WeightTile(c, plan, target.precision, False, (0, 0))
-    outputs, inputs = tile.tiles
-    blocks = outputs * inputs * tile.tap_blocks * c.groups
-    most = max(1, PARTIAL_BYTES // (tile.elements * 4))
-    splits = max(1, min(-(-waves * target.multiprocessors // blocks), tile.steps, most))
-    return dataclasses.replace(plan, splits=splits)
+    most = max(-(-waves * target.multiprocessors // tile.blocks), FEW)
+    return dataclasses.replace(plan, splits=even_splits(tile, target.multiprocessors * plan.min_blocks, most))

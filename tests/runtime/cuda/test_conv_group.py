@@ -93,11 +93,21 @@ LAYER = CudaCase(FORWARD, 64, 28, 28, 256, 256, **SAME, dtype="bfloat16")
         (dataclasses.replace(LAYER, op=BACKWARD), "sm_90", True),
         (dataclasses.replace(LAYER, cin=32), "sm_90", False),  # most of a product were zeros
         (dataclasses.replace(LAYER, others=(("x", "float32"),)), "sm_90", False),  # by way of registers
-        (dataclasses.replace(LAYER, kernel=(1, 1), pads=(0, 0, 0, 0)), "sm_90", False),  # memory is what it waits for
-        (dataclasses.replace(LAYER, kernel=(1, 1), pads=(0, 0, 0, 0), cin=1024), "sm_90", True),
+        (dataclasses.replace(LAYER, kernel=(1, 1), pads=(0, 0, 0, 0)), "sm_90", True),
+        (dataclasses.replace(LAYER, op=BACKWARD, kernel=(1, 1), pads=(0, 0, 0, 0)), "sm_90", False),  # waits for memory
         (dataclasses.replace(LAYER, strides=(2, 2)), "sm_90", True),
     ],
-    ids=["forward", "older", "newer", "backward", "narrow", "float32-map", "pointwise", "deep", "strided"],
+    ids=[
+        "forward",
+        "older",
+        "newer",
+        "backward",
+        "narrow",
+        "float32-map",
+        "pointwise",
+        "pointwise-backward",
+        "strided",
+    ],
 )
 def test_convolutions_of_many_steps_take_them(case, arch, grouped):
     assert rule(case, "bf16", arch).grouped == grouped
