@@ -50,11 +50,6 @@ def llvm_wide(value: float) -> Expr:
     return tirx.const(value, "float64")
 
 
-def as_it_is(value: Expr) -> Expr:
-    """Write an expression where it is read: LLVM finds what is common to the reads."""
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class Written:
     """How a code generator writes `fma`, float64 constants, what is read often, and operations of activations that it
@@ -62,7 +57,7 @@ class Written:
 
     fma: Fused = llvm_fma
     wide: Wide = llvm_wide
-    bind: Bind = as_it_is
+    bind: Bind = T.bind
     operations: Algebra = dataclasses.field(default_factory=dict)
 
 
@@ -123,7 +118,7 @@ def exp_of_small(x: Expr) -> Expr:
 
 
 def often(value: Expr) -> Expr:
-    """Write what is read many times: a variable where kernels become text, of which a compiler reads every copy."""
+    """Write what is read many times: a variable, bound where the builder of TIR stands."""
     return _written.get().bind(value)
 
 
@@ -259,8 +254,7 @@ LONG = ("exp", "sigmoid", "tanh", "erf", "softplus", "elu")  # operations that r
 def formula(expression: Expression, attributes: Mapping[str, Any], **variables: Expr) -> Expr:
     """Write a formula; attributes and constants are float32.
 
-    In a long one what is read more than once becomes a variable, bound where the builder of TIR stands. Short ones, up
-    to a sigmoid of a product, are written as they are.
+    In a long one what is read more than once becomes a variable. Short ones are written as they are.
     """
     parts = parts_of(expression)
     uses = collections.Counter(operand for part in parts for operand in part.operands)
@@ -278,12 +272,8 @@ def formula(expression: Expression, attributes: Mapping[str, Any], **variables: 
 
 
 def is_long(parts: Iterable[Expression]) -> bool:
-    """Tell whether a formula of these parts has more in it than sigmoids of products."""
-    return any(
-        part.operation in LONG
-        and (part.operation != "sigmoid" or {"add", "fma"} & {inner.operation for inner in parts_of(part)})
-        for part in parts
-    )
+    """Tell whether a formula of these parts has operations in it that read their operand many times."""
+    return any(part.operation in LONG for part in parts)
 
 
 TIR: Algebra = {
