@@ -27,7 +27,6 @@ def files(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("files")
     net = nets.Net()
     x = net.op("Relu", net.bn(net.conv("image", 3, 8, 3), 8))
-    x = net.op("Relu", net.bn(net.conv(x, 8, 8, 1), 8))
     onnx.save(net.model(x, 8), folder / "forward.onnx")
     train, fused = str(folder / "train.onnx"), str(folder / "fused.onnx")
     assert main(["build", str(folder / "forward.onnx"), "-o", train]) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -26,13 +26,13 @@ def test_the_example_runs(capsys):
 
 @pytest.mark.torch
 @pytest.mark.exporter
-def test_the_script_trains_alike_with_and_without_its_one_line():
+def test_the_script_trains_alike_with_and_without_its_one_line(monkeypatch, capsys):
     script = DOCS / "examples" / "torch_loop.py"
     assert len(re.findall(r"# the one line$", script.read_text(encoding="utf-8"), re.MULTILINE)) == 1
     losses = []
     for fused in ([], ["--fused"]):
         sizes = ["--image", "8", "--batch", "8", "--depth", "1", "--steps", "3"]
-        command = [sys.executable, str(script), *sizes, *fused]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        losses.append(float(re.findall(r"loss ([\d.]+)", done.stdout)[0]))
+        monkeypatch.setattr(sys, "argv", [str(script), *sizes, *fused])
+        runpy.run_path(str(script), run_name="__main__")
+        losses.append(float(re.findall(r"loss ([\d.]+)", capsys.readouterr().out)[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
