@@ -39,7 +39,7 @@ def to_bits(value: np.ndarray, bits: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    return build_model("densenet40", zoo={"batch": 4, "image": 16, "growth": 4, "depth": 2}).model
+    return build_model("densenet40", zoo={"batch": 4, "image": 16, "growth": 4, "depth": 1}).model
 
 
 @pytest.mark.parametrize("precision", sorted(BITS))
