@@ -28,7 +28,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Axis, Convolution, convolution_of
 from bnfuse.runtime.kernels.common.images import ImagePlan
-from bnfuse.runtime.kernels.common.sides import sides
+from bnfuse.runtime.kernels.common.sides import OF_RESULT, sides
 from bnfuse.runtime.kernels.cpu import amx, tir
 from bnfuse.runtime.kernels.cpu.amx_backward_pack import (
     STAGE,
@@ -40,7 +40,7 @@ from bnfuse.runtime.kernels.cpu.amx_backward_pack import (
     turn_grad,
     unpack_block,
 )
-from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, Sums, write_epilogue
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import READ, WRITE, Buffer, Expr, Sums, prefetch, write_epilogue
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient, floor_offset, meets, remaining
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad
@@ -51,7 +51,7 @@ from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
 LEAST_CHANNELS = 16  # of either side: half of a tile is zeros then
-# The cost rule, chosen by hand, without a machine to measure on
+# The cost rule, chosen by hand
 POSITIONS = 1024  # of a tile, at most
 TILE_BYTES = 1200 << 10  # of its packings, in 2 MiB of second-level cache
 TILE_OVERHEAD = 64  # what a tile costs beyond its positions, in positions: the partial is loaded and stored
@@ -449,9 +449,19 @@ def _finish(
             column = T.bind(begins + j)
             pixel = T.bind(line + column * columns.stride + residues[1])
             number = T.bind((row * across + column - start) * amx.BLOCK)
+            if not nest.by_block:
+                _ask(nest, pixel, first + amx.BLOCK)
             for begin, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
                     inner = begin + lane
                     cell = place.scratch, number + inner
                     write_epilogue(nest, place.scratch[number + inner], cell, part, (pixel, first + inner, inner))
     part.flush(sums, place.thread, first, widths)
+
+
+def _ask(nest: AmxNest, pixel: Expr, channel: Expr) -> None:
+    """Ask for what the epilogue of the next block reads and writes of a pixel: a cache line of each map."""
+    prefetch(nest.arguments[nest.result], nest.index(nest.result, pixel, channel), WRITE)
+    for name, _ in nest.problem.maps:
+        if name != nest.result and (name in OF_RESULT) == nest.spec.is_transposed:
+            prefetch(nest.arguments[name], nest.index(name, pixel, channel), READ)

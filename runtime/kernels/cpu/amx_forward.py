@@ -41,6 +41,7 @@ from bnfuse.runtime.kernels.cpu.tir import (
     Arguments,
     Buffer,
     Expr,
+    prefetch_write,
     share,
     span,
     splat,
@@ -54,7 +55,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 LEAST_CHANNELS = 16  # of input: half of a product's depth is zeros then
 LEAST_ROW = 8  # channels of a row of the window, where these are the depth
-# The cost rule, chosen by hand, without a machine to measure on
+# The cost rule, chosen by hand
 PANEL_BYTES = 640 << 10  # of 2 MiB of second-level cache, beside weights and maps
 POSITIONS = 1024  # of a tile, at most
 PRODUCT = 64  # cycles of a block's product
@@ -283,7 +284,13 @@ class AmxNest(ForwardNest):
         channel = T.bind(block * self.width)
 
         def body(count: int) -> None:
-            each = functools.partial(self.each_position, place, image, start)
+            def each(write: Write) -> None:
+                def also_ask(number: Expr, pixel: Expr) -> None:
+                    prefetch_write(self.y.buffer, self.y.at(pixel, channel + self.width))  # for the next block
+                    write(number, pixel)
+
+                self.each_position(place, image, start, also_ask)
+
             self.leave(self.scratch, self.width, place.thread, channel, count, each)
 
         self.with_output_width(block, body)
