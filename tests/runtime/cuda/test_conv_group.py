@@ -32,12 +32,15 @@ CASES = {
     "groups": CudaCase(FORWARD, 2, 6, 6, 144, 96, **SAME, group=2, slots=8),
     "towards-input": CudaCase(BACKWARD, 2, 8, 9, 72, 136, **SAME, slots=8),
     "patches-towards-input": CudaCase(BACKWARD, 1, 32, 64, 40, 72, **SAME, slots=8),
+    "patches-of-a-chunk-towards-input": CudaCase(BACKWARD, 1, 16, 64, 40, 64, **SAME, slots=8),
     "towards-input-strided": CudaCase(BACKWARD, 2, 17, 16, 72, 72, (3, 3), (2, 2), (1, 1, 1, 1)),
     "towards-input-pointwise": CudaCase(BACKWARD, 2, 9, 8, 40, 150, slots=8),
     "towards-gated-and-pooled-input": CudaCase(
         "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradInputReluGradReduce", 3, 9, 7, 40, 72, **SAME
     ),
 }
+
+ALL_PLANS = (("halo", "bf16"), ("patches-of-a-chunk-towards-input", "bf16"))
 
 
 def made_by(case: CudaCase):
@@ -70,7 +73,7 @@ def test_tiles_compute_what_the_reference_says(name, precision):
     case = dataclasses.replace(CASES[name], dtype=dtype)
     plans = grouped_plans(case, precision)
     assert plans
-    for plan in plans if (name, precision) == ("halo", "bf16") else plans[:1]:
+    for plan in plans if (name, precision) in ALL_PLANS else plans[:1]:
         generator = lambda problem, target, plan=plan: made_by(case)[0](problem, target, "tile", plan)  # noqa: E731
         found, expected, _ = run_case(case, generator, gpu(precision))
         assert_close(found, expected, case.dtype_of, TOLERANCE)
@@ -111,6 +114,12 @@ LAYER = CudaCase(FORWARD, 64, 28, 28, 256, 256, **SAME, dtype="bfloat16")
 )
 def test_convolutions_of_many_steps_take_them(case, arch, grouped):
     assert rule(case, "bf16", arch).grouped == grouped
+
+
+def test_two_blocks_rather_than_steps_ahead_where_the_source_comes_at_once():
+    case = dataclasses.replace(LAYER, op=BACKWARD, h=64, w=64, cin=64, cout=64)
+    assert (rule(case, "bf16").min_blocks, rule(case, "bf16").ahead) == (2, 1)
+    assert rule(dataclasses.replace(case, cout=128), "bf16").ahead > 1
 
 
 def test_others_have_none():
