@@ -6,9 +6,10 @@ smallest, each in the tightest gap between those already placed that are alive a
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from bnfuse.runtime.program.program import Launch, aligned
 
@@ -21,10 +22,6 @@ class Interval:
     bytes: int
     first: int
     last: int
-
-    def meets(self, other: Interval) -> bool:
-        """Tell whether both storages are alive during some launch."""
-        return self.first <= other.last and other.first <= self.last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +64,33 @@ def done_before(launches: Sequence[Launch], index: int, base: Mapping[int, int])
 
 def place(intervals: Iterable[Interval]) -> Placement:
     """Place storages, best fit by decreasing size. Two that live at the same time never overlap."""
-    placed: list[tuple[int, int, int, int]] = []  # start and stop in the arena, first and last launch; in this order
+    chosen = sorted(intervals, key=lambda i: (-i.bytes, i.first, i.storage))
+    # start and stop in the arena, first and last launch, by start; arrays, for a network has two thousand storages, and
+    # each is held against all others
+    placed = np.zeros((4, len(chosen)), np.int64)
     offsets: dict[int, int] = {}
-    for interval in sorted(intervals, key=lambda i: (-i.bytes, i.first, i.storage)):
-        first, last, size = interval.first, interval.last, aligned(interval.bytes)
-        # as `meets` says, written out: a network has a thousand storages, and each is held against all others
-        busy = [(start, stop) for start, stop, begin, end in placed if begin <= last and first <= end]
-        offsets[interval.storage] = offset = tightest_gap(busy, size)
-        bisect.insort(placed, (offset, offset + size, first, last))
-    return Placement(offsets, max((stop for _, stop, _, _ in placed), default=0))
+    for count, interval in enumerate(chosen):
+        size = aligned(interval.bytes)
+        start, stop, first, last = placed[:, :count]
+        busy = (first <= interval.last) & (interval.first <= last)
+        offsets[interval.storage] = offset = tightest_gap(start[busy], stop[busy], size)
+        at = int(np.searchsorted(start, offset))
+        placed[:, at + 1 : count + 1] = placed[:, at:count]
+        placed[:, at] = offset, offset + size, interval.first, interval.last
+    return Placement(offsets, int(placed[1].max(initial=0)))
 
 
-def tightest_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
-    """Find the offset of the smallest gap that takes `size` bytes, or the end.
+def tightest_gap(start: np.ndarray, stop: np.ndarray, size: int) -> int:
+    """Find the offset of the smallest gap between what is taken that takes `size` bytes, or the end.
 
-    `busy` is sorted by start and may overlap.
+    Both are int64, sorted by start; what is taken may overlap.
     """
-    best: tuple[int, int] | None = None
-    end = 0
-    for start, stop in busy:
-        gap = start - end
-        if gap >= size and (best is None or gap < best[0]):
-            best = (gap, end)
-        end = max(end, stop)
-    return best[1] if best else end
+    ends = np.concatenate(([0], np.maximum.accumulate(stop)))  # what is behind all before
+    gaps = start - ends[:-1]
+    fits = gaps >= size
+    if not fits.any():
+        return int(ends[-1])
+    return int(ends[np.argmin(np.where(fits, gaps, gaps.max() + 1))])
 
 
 def lower_bound(intervals: Sequence[Interval], launches: int) -> int:

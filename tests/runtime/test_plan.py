@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import given, settings
 
 from bnfuse.runtime.program.plan import Interval, lifetimes, lower_bound, place, tightest_gap
@@ -36,9 +37,10 @@ def test_offsets_are_aligned():
 
 
 def test_the_tightest_gap_wins():
-    assert tightest_gap([(0, 64), (256, 320), (384, 448)], 64) == 320
-    assert tightest_gap([(0, 64), (128, 192)], 128) == 192
-    assert tightest_gap([(0, 256), (64, 128)], 64) == 256
+    assert tightest_gap(np.array([0, 256, 384]), np.array([64, 320, 448]), 64) == 320
+    assert tightest_gap(np.array([0, 128]), np.array([64, 192]), 128) == 192
+    assert tightest_gap(np.array([0, 64]), np.array([256, 128]), 64) == 256
+    assert tightest_gap(np.array([], np.int64), np.array([], np.int64), 64) == 0
 
 
 intervals = st.lists(
@@ -54,7 +56,7 @@ def test_living_storages_never_overlap(items):
     for i, a in enumerate(items):
         assert placed.offsets[a.storage] % 64 == 0
         for b in items[i + 1 :]:
-            if a.meets(b):
+            if a.first <= b.last and b.first <= a.last:
                 apart_below = placed.offsets[a.storage] + a.bytes <= placed.offsets[b.storage]
                 apart_above = placed.offsets[b.storage] + b.bytes <= placed.offsets[a.storage]
                 assert apart_below or apart_above
