@@ -62,7 +62,7 @@ def tuned_net() -> onnx.ModelProto:
 
 
 def short_net() -> onnx.ModelProto:
-    """One of these, of one pixel."""
+    """One convolution, 1x1."""
     net = nets.Net()
     return net.model(net.op("Relu", net.bn(net.conv("image", 3, 16, 1), 16)), 16)
 

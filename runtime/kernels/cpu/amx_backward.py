@@ -26,9 +26,10 @@ from typing import ClassVar
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import Axis, Convolution, convolution_of
 from bnfuse.runtime.kernels.common.images import ImagePlan
-from bnfuse.runtime.kernels.common.sides import OF_RESULT, sides
+from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import amx, tir
 from bnfuse.runtime.kernels.cpu.amx_backward_pack import (
     STAGE,
@@ -449,7 +450,7 @@ def _finish(
             column = T.bind(begins + j)
             pixel = T.bind(line + column * columns.stride + residues[1])
             number = T.bind((row * across + column - start) * amx.BLOCK)
-            if not nest.by_block:
+            if nest.blocks > 1 and not nest.by_block:
                 _ask(nest, pixel, first + amx.BLOCK)
             for begin, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
@@ -462,6 +463,7 @@ def _finish(
 def _ask(nest: AmxNest, pixel: Expr, channel: Expr) -> None:
     """Ask for what the epilogue of the next block reads and writes of a pixel: a cache line of each map."""
     prefetch(nest.arguments[nest.result], nest.index(nest.result, pixel, channel), WRITE)
-    for name, _ in nest.problem.maps:
-        if name != nest.result and (name in OF_RESULT) == nest.spec.is_transposed:
-            prefetch(nest.arguments[name], nest.index(name, pixel, channel), READ)
+    for name in dict.fromkeys(EpiloguePlan(nest.problem).maps):
+        if name == nest.result:
+            continue
+        prefetch(nest.arguments[name], nest.index(name, pixel, channel), READ)

@@ -289,7 +289,7 @@ class AmxNest(ForwardNest):
                     prefetch_write(self.y.buffer, self.y.at(pixel, channel + self.width))  # for the next block
                     write(number, pixel)
 
-                self.each_position(place, image, start, also_ask)
+                self.each_position(place, image, start, also_ask if self.out_blocks > 1 else write)
 
             self.leave(self.scratch, self.width, place.thread, channel, count, each)
 

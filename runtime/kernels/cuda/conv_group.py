@@ -128,11 +128,11 @@ class GroupEmitter(Emitter):
         """Note where the rows lie whose addresses this lane gives: the pixels', moved by the tap."""
         tap, zeros = self.read.tap[0], self.shared.address + T.uint32(self.tile.zeros_at)
         source = T.bind(self.shared.address + tirx.Cast("uint32", self.tile.sources_at + self.read.source[0]))
-        distance = T.bind(self.source_distance(tap)) if self.plan.halo else 0
+        distance = T.bind(self.where.source_distance(tap)) if self.plan.halo else 0
 
         def one(i: Expr) -> None:
             row = self.fragment_row(i)
-            row = T.bind(self.source_of(row) + distance if self.plan.halo else row)
+            row = T.bind(self.where.source_row(row) + distance if self.plan.halo else row)
             place = source + tirx.Cast("uint32", row * self.plan.row_bytes)
             if self.plan.halo:
                 inside = tirx.bitwise_and(self.inside[i] >> tirx.Cast("uint32", tap), T.uint32(1)) != T.uint32(0)

@@ -74,20 +74,20 @@ class Tile:
         return 1 if self.plan.grouped else self.taps
 
     @property
-    def lines(self) -> int:
-        """Count the lines of a patch."""
+    def patch_rows(self) -> int:
+        """Count the rows of a patch."""
         return self.plan.pixels // self.plan.columns
 
     @property
-    def line(self) -> int:
+    def pitch(self) -> int:
         """Count the rows of a halo tile's source from a pixel to the one below it."""
         h = self.correlation.horizontal
         return self.plan.columns + 2 * h.reach if self.plan.columns else h.source
 
     @property
-    def halo(self) -> int:
+    def before(self) -> int:
         """Count the rows of a halo tile's source before that of the tile's first pixel."""
-        return self.correlation.vertical.reach * self.line + self.correlation.horizontal.reach
+        return self.correlation.vertical.reach * self.pitch + self.correlation.horizontal.reach
 
     @property
     def source_rows(self) -> int:
@@ -95,8 +95,8 @@ class Tile:
         if not self.plan.halo:
             return self.plan.pixels
         if self.plan.columns:
-            return (self.lines + 2 * self.correlation.vertical.reach) * self.line
-        return self.plan.pixels + 2 * self.halo
+            return (self.patch_rows + 2 * self.correlation.vertical.reach) * self.pitch
+        return self.plan.pixels + 2 * self.before
 
     @property
     def source_bytes(self) -> int:

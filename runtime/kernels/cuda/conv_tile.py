@@ -16,14 +16,14 @@ row of taps with their channels as one axis.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.conv_places import Places
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile
-from bnfuse.runtime.kernels.cuda.correlation import Axis, FlatView
+from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import (
     Loader,
@@ -56,9 +56,7 @@ class Emitter:
         self.output_tile = T.bind(block.x % tile.output_tiles)
         self.group = T.bind(block.x // tile.output_tiles % c.groups) if c.groups > 1 else 0
         self.row = T.bind(block.x // inner)  # of the partials
-        self.phase = T.bind(self.row // tile.pixel_tiles) if c.phases > 1 else 0
-        place = self.row % tile.pixel_tiles if c.phases > 1 else self.row
-        self.first = T.bind(self.corner(place) if plan.columns else place * plan.pixels)
+        self.where = Places.of(tile, self.row)
         self.first_output = self.output_tile * plan.outputs
         self.chunk_lanes = chunks_of(plan.row_bytes)
         self.source_lane, self.source_row = block.tid % self.chunk_lanes, block.tid // self.chunk_lanes
@@ -80,7 +78,7 @@ class Emitter:
         else:
             self.prepare_gather()
         if self.plan.read == "gather":
-            taps = self.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
+            taps = self.where.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
         self.steps(steps)
         d.wait(0)
@@ -101,78 +99,11 @@ class Emitter:
 
     def fill_ahead(self, steps: Expr) -> None:
         """Start what is on its way before the first step."""
-        certain = self.plan.read != "gather" or self.every_phase_has_taps
+        certain = self.plan.read != "gather" or self.where.every_phase_has_taps
         for step in range(self.tile.ahead):
             known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
             d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
             d.commit()
-
-    # -- where pixels and taps are ---------------------------------------------------------------------------------
-
-    def corner(self, place: Expr) -> Expr:
-        """Find the first pixel of the patch at a place among all, and keep its row and column."""
-        v, h, lines, columns = self.c.vertical, self.c.horizontal, self.tile.lines, self.plan.columns
-        across, down = h.source // columns, v.source // lines
-        self.top, self.left = T.bind(place // across % down * lines), T.bind(place % across * columns)
-        return (place // (across * down) * v.source + self.top) * h.source + self.left
-
-    def pixel(self, row: Expr) -> Expr:
-        """Find the destination pixel of a row of the tile, counted in the phase."""
-        if not self.plan.columns:
-            return self.first + row
-        return self.first + row // self.plan.columns * self.c.horizontal.source + row % self.plan.columns
-
-    def source_of(self, row: Expr) -> Expr:
-        """Find the row of a halo tile's source that has the pixel of a row of the tile."""
-        if not self.plan.columns:
-            return row + self.tile.halo
-        return row // self.plan.columns * self.tile.line + row % self.plan.columns + self.tile.halo
-
-    def source_distance(self, tap: Expr) -> Expr:
-        """Count the rows of a halo tile's source from a pixel to the one that a tap of it reads."""
-        down, right = self.tap_distance(tap)
-        return down * self.tile.line + right
-
-    @property
-    def every_phase_has_taps(self) -> bool:
-        """Tell whether no phase is without taps, so that every block has a first step."""
-        return all(p.count for axis in (self.c.vertical, self.c.horizontal) for p in axis.phases)
-
-    def phase_value(self, vertical: Axis, horizontal: Axis, of: Callable[[Any, Any], int]) -> Expr:
-        """Select, by the block's phase, a number that `of` makes of the phases of both axes."""
-        numbers = [of(v, h) for v in vertical.phases for h in horizontal.phases]
-        found: Expr = numbers[-1]
-        for i, number in reversed(list(enumerate(numbers[:-1]))):
-            if number != found:
-                rest = T.int32(found) if isinstance(found, int) else found
-                found = tirx.Select(self.phase == i, T.int32(number), rest)
-        return found
-
-    def destination(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """Find image, row and column of a destination pixel of the phase, and whether there is such a pixel.
-
-        Row and column are those before `scale` and phase.
-        """
-        v, h = self.c.vertical, self.c.horizontal
-        image, rest = row // (v.rows * h.rows), row % (v.rows * h.rows)
-        return image, rest // h.rows, rest % h.rows, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
-
-    def destination_pixel(self, row: Expr) -> tuple[Expr, Expr]:
-        """Find the pixel's index in the destination map, and whether it exists."""
-        v, h = self.c.vertical, self.c.horizontal
-        if v.scale == 1 and h.scale == 1:
-            return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
-        image, y, x, valid = self.destination(row)
-        phases = len(h.phases)
-        y = T.bind(y * v.scale + (self.phase // phases if phases > 1 else self.phase))
-        x = T.bind(x * h.scale + (self.phase % phases if phases > 1 else 0))
-        pixel = (image * v.destination + y) * h.destination + x
-        inside = d.all_of(
-            valid,
-            d.below(y, v.destination, v.destination % v.scale == 0),
-            d.below(x, h.destination, h.destination % h.scale == 0),
-        )
-        return pixel, inside
 
     # -- shared memory ---------------------------------------------------------------------------------------------
 
@@ -197,22 +128,16 @@ class Emitter:
         self.inside = d.registers(self.fragments[0], "uint32")
 
         def rows(i: Expr) -> None:
-            row = T.bind(self.pixel(self.fragment_row(i)))
+            row = T.bind(self.where.pixel(self.fragment_row(i)))
             y, x = T.bind(row // h.destination % v.destination), T.bind(row % h.destination)
             mask: Expr = T.uint32(0)
             for tap in range(self.tile.taps):
-                dy, dx = self.tap_distance(tap)
+                dy, dx = self.where.tap_distance(tap)
                 ok = tirx.And(d.within(y + dy, v.source), d.within(x + dx, h.source))
                 mask = tirx.bitwise_or(mask, tirx.Select(ok, T.uint32(1 << tap), T.uint32(0)))
             d.put(self.inside, i, mask)
 
         d.unrolled(self.fragments[0], rows)
-
-    def tap_distance(self, tap: Expr) -> tuple[Expr, Expr]:
-        """Count the rows and columns from a destination pixel to the source pixel of a tap (`same` axes)."""
-        v, h = self.c.vertical, self.c.horizontal
-        # taps are numbered as in the window: towards the input, later ones are further up and left
-        return v.phases[0].base + tap // h.window * v.step, h.phases[0].base + tap % h.window * h.step
 
     def prepare_gather(self) -> None:
         """Keep for each pass the image's first source pixel, and the source row and column of the first tap."""
@@ -220,11 +145,11 @@ class Emitter:
             return
         v, h = self.c.vertical, self.c.horizontal
         self.images, self.ys, self.xs = (d.registers(self.passes, "int32") for _ in range(3))
-        base_y = self.phase_value(v, h, lambda p, _: p.base)
-        base_x = self.phase_value(v, h, lambda _, p: p.base)
+        base_y = self.where.phase_value(v, h, lambda p, _: p.base)
+        base_x = self.where.phase_value(v, h, lambda _, p: p.base)
 
         def one(i: Expr) -> None:
-            image, y, x, valid = self.destination(T.bind(self.first + self.source_row + i * self.stride))
+            image, y, x, valid = self.where.destination(T.bind(self.where.first + self.source_row + i * self.stride))
             d.put(self.images, i, image * (v.source * h.source))
             start = y * v.mult + base_y
             d.put(self.ys, i, start if valid is True else tirx.Select(valid, start, T.int32(FAR)))
@@ -245,9 +170,9 @@ class Emitter:
             return
         tap, chunk = step // self.tile.chunks, step % self.tile.chunks
         v, h = self.c.vertical, self.c.horizontal
-        across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
+        across = self.where.phase_value(v, h, lambda _, p: max(p.count, 1))
         down, right = T.bind(tap // across), T.bind(tap % across)
-        first = self.phase_value(v, h, lambda p, q: p.tap * h.window + q.tap)
+        first = self.where.phase_value(v, h, lambda p, q: p.tap * h.window + q.tap)
         window_tap = first + down * (v.tap_step * h.window) + right * h.tap_step
         self.fill_weights(chunk, window_tap, self.weight_at(side))
         self.fetch(step, chunk, lambda i: self.gathered_pixel(i, down * v.step, right * h.step))
@@ -255,14 +180,8 @@ class Emitter:
     def halo_pixel(self, i: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pass `i` of a halo tile, and whether map and tile have it."""
         row = self.source_row + i * self.stride
-        own = d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0)
-        if not self.plan.columns:
-            pixel = T.bind(self.first - self.tile.halo + row)
-            return pixel, d.all_of(d.within(pixel, self.c.rows), own)
-        v, h, line = self.c.vertical, self.c.horizontal, self.tile.line
-        down, right = T.bind(row // line - v.reach), T.bind(row % line - h.reach)
-        inside = d.within(self.top + down, v.source), d.within(self.left + right, h.source)
-        return T.bind(self.first + down * h.source + right), d.all_of(*inside, own)
+        pixel, inside = self.where.source_pixel(row)
+        return pixel, d.all_of(inside, d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0))
 
     def gathered_pixel(self, i: Expr, down: Expr, right: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pass `i` and a tap, and whether map and tile have it.
@@ -273,7 +192,7 @@ class Emitter:
         row = self.source_row + i * self.stride
         own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
         if self.c.is_pointwise:
-            pixel = self.first + row
+            pixel = self.where.first + row
             return pixel, d.all_of(own, d.below(pixel, self.c.rows, self.c.rows % self.plan.pixels == 0))
         y, x = T.bind(self.ys[i] + down), T.bind(self.xs[i] + right)
         return self.images[i] + y * h.source + x, d.all_of(own, d.within(y, v.source), d.within(x, h.source))
@@ -369,7 +288,7 @@ class Emitter:
         right: Expr = 0
         if not self.plan.halo and not self.c.is_pointwise:
             tap = step // self.tile.chunks
-            across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
+            across = self.where.phase_value(v, h, lambda _, p: max(p.count, 1))
             down, right = T.bind(tap // across * v.step), T.bind(tap % across * h.step)
 
         def taken(i: Expr) -> Buffer:
@@ -441,12 +360,12 @@ class Emitter:
         zeros = self.shared.address + T.uint32(self.tile.zeros_at)
 
         def tap_of(tap: int, bit: int) -> None:
-            distance = self.source_distance(tap)
+            distance = self.where.source_distance(tap)
 
             def k_step(k: Expr) -> None:
                 def at(i: Expr) -> Expr:
                     inside = tirx.bitwise_and(self.inside[i], T.uint32(1 << bit)) != T.uint32(0)
-                    row = self.source_of(self.fragment_row(i)) + distance
+                    row = self.where.source_row(self.fragment_row(i)) + distance
                     return tirx.Select(inside, source + self.address(row, k), zeros)
 
                 self.products(k, weight + T.uint32(tap * self.plan.outputs * self.plan.row_bytes), at, a, b)
@@ -524,13 +443,10 @@ class Emitter:
             for start in range(0, team.width, 4):
                 T.buffer_store(shift, floats[T.ramp(first + start, 1, 4)], [T.ramp(start, 1, 4)])
             epilogue.steps(shift)  # a value of y, bias and all
-            left_over = self.c.rows % plan.pixels
-            epilogue.share(
-                shift, T.bind(tirx.Min(T.int32(plan.pixels), self.c.rows - self.first)) if left_over else plan.pixels
-            )
+            epilogue.share(shift, self.where.count())
         with T.serial(0, rounds // passes) as turn:
             rows = [T.bind(first_row + (turn * passes + i) * team.down) for i in range(passes)]
-            places = [self.destination_pixel(T.bind(self.pixel(row))) for row in rows]
+            places = [self.where.destination_pixel(T.bind(self.where.pixel(row))) for row in rows]
             for i, (pixel, valid) in enumerate(places):
                 epilogue.fetch(i, pixel, valid)
             for i, (pixel, valid) in enumerate(places):

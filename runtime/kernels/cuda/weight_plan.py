@@ -29,7 +29,7 @@ MANY = 100_000  # pixels: from there on a weight gradient's shares are better sm
 LARGE = 1 << 16  # elements of a pointwise weight
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 SHARE = 1  # steps that a share takes while it begins and ends
-FEW = 3  # shares that may be tried for any number of tiles
+FEW = 3  # shares are considered even where fewer make enough blocks
 MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the registers
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
@@ -87,9 +87,14 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
 
 def even_splits(tile: Shares, places: int, most: int) -> int:
     """Cut the pixels into as many shares, `most` or less, as let the last block end first, where there are `places` for
-    blocks at a time. Pixels and PARTIAL_BYTES have to suffice."""
-    most = max(1, min(tile.steps, PARTIAL_BYTES // (tile.elements * 4), most))
-    return min(range(1, most + 1), key=lambda n: -(-tile.blocks * n // places) * (-(-tile.steps // n) + SHARE))
+    blocks at a time: fewest where several do."""
+    counts = range(1, min(most, most_splits(tile)) + 1)
+    return min(counts, key=lambda n: -(-tile.blocks * n // places) * (-(-tile.steps // n) + SHARE))
+
+
+def most_splits(tile: Shares) -> int:
+    """Count the shares that there are pixels for, and room (PARTIAL_BYTES)."""
+    return max(1, min(tile.steps, PARTIAL_BYTES // (tile.elements * 4)))
 
 
 def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[WeightPlan]:
@@ -98,7 +103,7 @@ def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Ope
     for read in with_fallback(read_of(c, forward=True)):
         if seen:
             return
-        for plan in _weight_plans(c, target, read):
+        for plan in _weight_plans(c, target, read, operands):
             tile = weight_tile_of(c, plan, target.precision, *operands)
             if isinstance(tile, WeightTile) and not tile.ring:
                 plan = dataclasses.replace(plan, ahead=1)
@@ -107,7 +112,9 @@ def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Ope
                 yield plan
 
 
-def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[WeightPlan]:
+def _weight_plans(
+    c: Correlation, target: CudaTarget, read: Read, operands: tuple[Operand, Operand]
+) -> Iterator[WeightPlan]:
     narrow = element_size(target.precision) == 2
     pixels = 64 if narrow else 32
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
@@ -137,13 +144,9 @@ def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[We
         plan = WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead)
         accumulators = out * inner * (c.taps if read == "halo" else 1) // plan.threads
         blocks = max(1, min(4, REGISTERS // (plan.threads * (accumulators + 80))))
-        for waves in (first_waves, 6 - first_waves):
-            yield with_splits(c, target, dataclasses.replace(plan, min_blocks=blocks), waves)
-
-
-def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
-    """Cut the pixels into shares: some `waves` blocks for each multiprocessor, of which as many lie side by side as
-    there is room for; a few more would make all others wait."""
-    tile = WeightTile(c, plan, target.precision, False, (0, 0))
-    most = max(-(-waves * target.multiprocessors // tile.blocks), FEW)
-    return dataclasses.replace(plan, splits=even_splits(tile, target.multiprocessors * plan.min_blocks, most))
+        tile = weight_tile_of(c, dataclasses.replace(plan, min_blocks=blocks), target.precision, *operands)
+        beside = max(1, min(blocks, shared_limit(target.architecture) // tile.shared))
+        most = max(-(-first_waves * target.multiprocessors // tile.blocks), FEW)
+        splits = even_splits(tile, target.multiprocessors * beside, most)
+        for count in (splits, min(2 * splits, most_splits(tile))):
+            yield dataclasses.replace(plan, min_blocks=blocks, splits=count)

@@ -31,20 +31,20 @@ def test_a_search_trains_stores_goes_on_and_says_what_to_remove(folder, monkeypa
     monkeypatch.chdir(folder)
     common = ["search", "train.onnx", "--data", "few.npz", "--epochs", "1", "--lr", "0.05", "--initial", "2"]
     common += ["--threads", "1", "--tolerance", "0.3", "--cost", "bytes"]
-    assert main([*common, "--iterations", "3", "-o", "whole.jsonl", "--json", "--plot", "search.png"]) == 0
+    assert main([*common, "--iterations", "4", "-o", "whole.jsonl", "--json", "--plot", "search.png"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert [e["iteration"] for e in found["evaluations"]] == [0, 1, 2]
+    assert [e["iteration"] for e in found["evaluations"]] == [0, 1, 2, 3]
     assert found["evaluations"][0]["placement"] == "11111111"
     assert found["best"]["valid"]
     assert found["batch_norms"][0] == {"index": 1, "node": "stage1/layer1/norm", "cost": 4.0 * 16 * 2 * 32 * 32}
-    assert "evaluation 3 of 3" in err
+    assert "evaluation 4 of 4" in err
     assert (folder / "search.png").read_bytes().startswith(b"\x89PNG")
 
-    assert main([*common, "--iterations", "2", "-o", "half.jsonl"]) == 0
+    assert main([*common, "--iterations", "3", "-o", "half.jsonl"]) == 0
     with (folder / "half.jsonl").open("ab") as stream:
-        stream.write(b'{"iteration": 2, "plac')  # what a kill leaves
-    assert main([*common, "--iterations", "3", "--resume", "half.jsonl"]) == 0
+        stream.write(b'{"iteration": 3, "plac')  # what a kill leaves
+    assert main([*common, "--iterations", "4", "--resume", "half.jsonl"]) == 0
     out, err = capsys.readouterr()
     assert "cut short" in err
     assert out.splitlines()[-1].strip() == found["command"]

@@ -49,6 +49,7 @@ CASES = {
     "pointwise-padded": CudaCase("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
     "halo": CudaCase(FULL, 2, 8, 8, 64, 32, (3, 3), pads=(1, 1, 1, 1), slots=8),
     "halo-of-odd-slots": CudaCase(FULL, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
+    "patches": CudaCase(FULL, 1, 16, 64, 24, 20, (3, 3), pads=(1, 1, 1, 1), slots=8),
     "halo-dilated": CudaCase(
         "NormalizeQuickGeluConvGradQuickGeluGrad", 1, 8, 8, 18, 16, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)
     ),

@@ -31,6 +31,7 @@ CASES = {
     "strided": CudaCase(FORWARD, 2, 18, 17, 72, 130, (3, 3), (2, 2), (1, 1, 1, 1)),
     "groups": CudaCase(FORWARD, 2, 6, 6, 144, 96, **SAME, group=2, slots=8),
     "towards-input": CudaCase(BACKWARD, 2, 8, 9, 72, 136, **SAME, slots=8),
+    "patches-of-groups": CudaCase(FORWARD, 1, 16, 64, 80, 80, **SAME, group=2, slots=8),
     "patches-towards-input": CudaCase(BACKWARD, 1, 32, 64, 40, 72, **SAME, slots=8),
     "patches-of-a-chunk-towards-input": CudaCase(BACKWARD, 1, 16, 64, 40, 64, **SAME, slots=8),
     "towards-input-strided": CudaCase(BACKWARD, 2, 17, 16, 72, 72, (3, 3), (2, 2), (1, 1, 1, 1)),
