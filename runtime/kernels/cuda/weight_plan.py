@@ -103,7 +103,7 @@ def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Ope
     for read in with_fallback(read_of(c, forward=True)):
         if seen:
             return
-        for plan in _weight_plans(c, target, read, operands):
+        for plan in _weight_plans(c, target, read):
             tile = weight_tile_of(c, plan, target.precision, *operands)
             if isinstance(tile, WeightTile) and not tile.ring:
                 plan = dataclasses.replace(plan, ahead=1)
@@ -112,9 +112,7 @@ def _warp_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Ope
                 yield plan
 
 
-def _weight_plans(
-    c: Correlation, target: CudaTarget, read: Read, operands: tuple[Operand, Operand]
-) -> Iterator[WeightPlan]:
+def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[WeightPlan]:
     narrow = element_size(target.precision) == 2
     pixels = 64 if narrow else 32
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
@@ -144,9 +142,8 @@ def _weight_plans(
         plan = WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead)
         accumulators = out * inner * (c.taps if read == "halo" else 1) // plan.threads
         blocks = max(1, min(4, REGISTERS // (plan.threads * (accumulators + 80))))
-        tile = weight_tile_of(c, dataclasses.replace(plan, min_blocks=blocks), target.precision, *operands)
-        beside = max(1, min(blocks, shared_limit(target.architecture) // tile.shared))
+        tile = WeightTile(c, plan, target.precision, False, (0, 0))
         most = max(-(-first_waves * target.multiprocessors // tile.blocks), FEW)
-        splits = even_splits(tile, target.multiprocessors * beside, most)
+        splits = even_splits(tile, target.multiprocessors * blocks, most)
         for count in (splits, min(2 * splits, most_splits(tile))):
             yield dataclasses.replace(plan, min_blocks=blocks, splits=count)
