@@ -70,8 +70,11 @@ def clamp(x: Expr, low: float, high: float) -> Expr:
 
 
 def softplus(x: Expr) -> Expr:
-    """Write log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)."""
-    return steps.maximum(x, like(x, 0.0)) + tirx.log1p(exp(like(x, 0.0) - tirx.abs(x)))
+    """Write log(1 + e**x) = max(x, 0) + log(1 + e**-|x|).
+
+    Both are the C library's: what is called lane by lane does not see variables, which steps.exp binds.
+    """
+    return steps.maximum(x, like(x, 0.0)) + tirx.log1p(tirx.exp(like(x, 0.0) - tirx.abs(x)))
 
 
 def normal_distribution(x: Expr) -> Expr:
