@@ -41,13 +41,13 @@ from bnfuse.runtime.kernels.cpu.amx_backward_pack import (
     turn_grad,
     unpack_block,
 )
-from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import READ, WRITE, Buffer, Expr, Sums, prefetch, write_epilogue
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, Sums, write_epilogue
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient, floor_offset, meets, remaining
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, Tiles
 from bnfuse.runtime.kernels.cpu.nest import cut
-from bnfuse.runtime.kernels.cpu.tir import HALF
+from bnfuse.runtime.kernels.cpu.tir import HALF, READ, WRITE, prefetch
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -463,7 +463,5 @@ def _finish(
 def _ask(nest: AmxNest, pixel: Expr, channel: Expr) -> None:
     """Ask for what the epilogue of the next block reads and writes of a pixel: a cache line of each map."""
     prefetch(nest.arguments[nest.result], nest.index(nest.result, pixel, channel), WRITE)
-    for name in dict.fromkeys(EpiloguePlan(nest.problem).maps):
-        if name == nest.result:
-            continue
+    for name in {name: None for name in EpiloguePlan(nest.problem).maps if name != nest.result}:
         prefetch(nest.arguments[name], nest.index(name, pixel, channel), READ)

@@ -38,10 +38,11 @@ from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import (
     HALF,
+    WRITE,
     Arguments,
     Buffer,
     Expr,
-    prefetch_write,
+    prefetch,
     share,
     span,
     splat,
@@ -286,7 +287,7 @@ class AmxNest(ForwardNest):
         def body(count: int) -> None:
             def each(write: Write) -> None:
                 def also_ask(number: Expr, pixel: Expr) -> None:
-                    prefetch_write(self.y.buffer, self.y.at(pixel, channel + self.width))  # for the next block
+                    prefetch(self.y.buffer, self.y.at(pixel, channel + self.width), WRITE)  # for the next block
                     write(number, pixel)
 
                 self.each_position(place, image, start, also_ask if self.out_blocks > 1 else write)

@@ -15,14 +15,13 @@ from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.partials import Partials
-from bnfuse.runtime.kernels.cpu.tir import as_stored, element, registers, span, store
+from bnfuse.runtime.kernels.cpu.tir import as_stored, registers, span, store
 from bnfuse.runtime.kernels.kernel import Problem
 
 Expr = Any  # a tvm PrimExpr or a Python int
 Buffer = Any
 
 CACHE_LINE = 16  # floats
-READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
 FLOAT64_LANES = 8  # of the last sums: any number is right
 
 
@@ -172,12 +171,6 @@ class Sums:
             for q, more in enumerate(added):
                 index = span(thread * self.elements.sums_size + q * self.elements.channels + first + start, width)
                 store(sums, index, sums[index] + more)
-
-
-def prefetch(buffer: Buffer, index: Expr, purpose: int) -> None:
-    """Ask for the cache line of an element; one outside of the buffer does no harm."""
-    hint = (T.int32(k) for k in (purpose, KEEP, DATA))
-    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", tirx.address_of(element(buffer, index)), *hint))
 
 
 def chunks(count: int, lanes: int) -> dict[int, int]:

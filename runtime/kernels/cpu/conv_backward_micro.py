@@ -16,19 +16,16 @@ from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
-    READ,
-    WRITE,
     Buffer,
     Elements,
     Expr,
     Sums,
     chunks,
-    prefetch,
     write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.images import RowSums, Slots
-from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.cpu.tir import READ, WRITE, prefetch, registers, span, store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,12 +53,13 @@ from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, alternatives, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
     HALF,
+    WRITE,
     Arguments,
     Buffer,
     Expr,
     at_most,
     function,
-    prefetch_write,
+    prefetch,
     registers,
     share,
     span,
@@ -275,7 +276,7 @@ class ConvNest(ForwardNest):
         for pixel in place.output_pixels(micro, self.shape):
             for start in range(0, self.width, self.lanes):
                 channel = part.group * self.shape.group_cout + part.block * self.width + start
-                prefetch_write(self.y.buffer, self.y.at(pixel, channel))
+                prefetch(self.y.buffer, self.y.at(pixel, channel), WRITE)
 
     def start(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """Begin with zero, or with what the input blocks before this one left."""

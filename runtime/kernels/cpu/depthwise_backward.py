@@ -37,20 +37,17 @@ from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
-    READ,
-    WRITE,
     Buffer,
     Elements,
     Expr,
     Sums,
     epilogue_value,
     finish,
-    prefetch,
     write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import add_row
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
-from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.cpu.tir import READ, WRITE, prefetch, registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 

@@ -27,6 +27,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
+READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
 HALF, HALF_BITS = "bfloat16", "uint16"  # a type of 16 bits, and what TVM is told that it is
 
 
@@ -155,10 +156,10 @@ def element(buffer: Buffer, index: Expr) -> Expr:
     return (buffer.bits if isinstance(buffer, Half) else buffer)[index]
 
 
-def prefetch_write(buffer: Buffer, index: Expr) -> None:
-    """Bring the cache line of an element near, to be written. An index outside of the buffer does no harm."""
-    address = T.address_of(element(buffer, index))
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(1), T.int32(3), T.int32(1)))
+def prefetch(buffer: Buffer, index: Expr, purpose: int) -> None:
+    """Ask for the cache line of an element, to READ or to WRITE it; one outside of the buffer does no harm."""
+    hint = (T.int32(k) for k in (purpose, KEEP, DATA))
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(element(buffer, index)), *hint))
 
 
 def vectors(count: int, lanes: int, body: Callable[[Expr, int], None]) -> None:

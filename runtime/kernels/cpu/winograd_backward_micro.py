@@ -11,18 +11,16 @@ from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
-    WRITE,
     Buffer,
     Expr,
     Sums,
     chunks,
-    prefetch,
     write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, opaque
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
 from bnfuse.runtime.kernels.cpu.images import RowSums
-from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.cpu.tir import WRITE, prefetch, registers, span, store
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES, load_block, output_transform
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
 

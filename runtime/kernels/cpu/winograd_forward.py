@@ -47,10 +47,11 @@ from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
 from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import (
+    WRITE,
     Arguments,
     Buffer,
     Expr,
-    prefetch_write,
+    prefetch,
     registers,
     share,
     span,
@@ -238,7 +239,7 @@ class WinogradNest(ForwardNest):
             for i, j in itertools.product(range(OUT), repeat=2):
                 for start in range(0, self.width, self.lanes):
                     channel = block * self.width + start
-                    prefetch_write(self.y.buffer, self.y.at(corner + i * self.shape.ow + j, channel))
+                    prefetch(self.y.buffer, self.y.at(corner + i * self.shape.ow + j, channel), WRITE)
 
     # Outputs
 
