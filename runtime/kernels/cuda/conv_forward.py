@@ -9,8 +9,9 @@ from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_group import emit
-from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
-from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of
+from bnfuse.runtime.kernels.cuda.conv_lines import LineEmitter
+from bnfuse.runtime.kernels.cuda.conv_plan import forward_plans
+from bnfuse.runtime.kernels.cuda.conv_sizes import LinePlan, LineTile, Tile, TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
 from bnfuse.runtime.kernels.cuda.device import Stage
@@ -27,14 +28,12 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """List all ways to do a problem that are worth measuring, that of the rule first."""
     if not takes_packed(problem):
         return (Choice("depthwise"),)
-    return tuple(
-        Choice("tile", plan)
-        for plan in tile_plans(forward_correlation(problem), Operand(problem, False), target, forward=True)
-    )
+    c, operand = forward_correlation(problem), Operand(problem, False)
+    return tuple(Choice("tile", plan) for plan in forward_plans(c, operand, target))
 
 
 def conv_forward(
-    problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: TilePlan | None = None
+    problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: TilePlan | LinePlan | None = None
 ) -> Kernel:
     """Make the kernel of a forward convolution, or of dx of a transposed one, which is a convolution of dy.
 
@@ -45,8 +44,9 @@ def conv_forward(
     problem = with_groups_aligned(problem)
     c = forward_correlation(problem)
     operand = Operand(problem, False)
-    chosen = plan or next(tile_plans(c, operand, target, forward=True))
-    tile = tile_of(c, chosen, target.precision, operand)
+    chosen = plan or next(forward_plans(c, operand, target))
+    lines = isinstance(chosen, LinePlan)
+    tile = LineTile(c, chosen, target.precision) if lines else tile_of(c, chosen, target.precision, operand)
     channels = problem.map(EpiloguePlan(problem).result).c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
@@ -60,18 +60,22 @@ def takes_packed(problem: Problem) -> bool:
     return is_packed(problem.weight, problem.spec.core, problem.attribute("group"))
 
 
-def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) -> tuple[Stage, ...]:
+def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile | LineTile) -> tuple[Stage, ...]:
     c, reductions = tile.correlation, Reductions.of(problem.spec)
     first = [p for p in reductions.first_stage(params) if p.name != "stored"]
     plan = tile.plan
     launch = {"grid": tile.grid, "threads": plan.threads, "shared": shared_bytes(tile, reductions)}
     with d.stage(name, first, **launch, min_blocks=plan.min_blocks) as block:  # type: ignore[arg-type]
-        emit(block, tile, Operand(problem, False), problem)
+        operand = Operand(problem, False)
+        if isinstance(tile, LineTile):
+            LineEmitter(block, tile, operand, problem).run()
+        else:
+            emit(block, tile, operand, problem)
     merge = reductions.merge(
         f"{name}_merge",
         params,
         tiles=tile.rows_of_partials,
-        rows=plan.pixels,
+        rows=tile.pixels_of_partials,
         total=c.rows,
         channels=problem.map(EpiloguePlan(problem).result).c,
         tail=problem.tail,
@@ -79,7 +83,7 @@ def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) 
     return (*_stored(name, params, problem), block.stage, *merge)
 
 
-def shared_bytes(tile: Tile, reductions: Reductions) -> int:
+def shared_bytes(tile: Tile | LineTile, reductions: Reductions) -> int:
     """Count the bytes of shared memory of a tile's stage: the product's or, behind it, the sums'."""
     return max(tile.shared, reductions.shared_bytes(tile.team) if reductions else 0)
 

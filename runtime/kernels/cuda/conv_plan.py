@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from bnfuse.runtime.kernels.cuda.conv_sizes import TilePlan, tile_of
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
+from bnfuse.runtime.kernels.cuda.conv_sizes import COLUMNS, LinePlan, LineTile, TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
+from bnfuse.runtime.kernels.cuda.lines import suit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.cuda.wgmma import ROW_BYTES
@@ -33,6 +35,9 @@ DEEPEST = 4  # steps ahead, at most, and
 START = 4096  # elements that a tile could make while it begins and ends: both chosen by hand
 GROUP_REGISTERS = 60  # beside the accumulators: an estimate
 PATCHES = (8, 16, 32, 64)  # columns
+# tiles of lines: warps; output rows of a step; words of weights that a thread has, at most
+LINE_WARPS, LINE_ROWS, MOST_WEIGHTS = 4, (1, 2, 4), 112
+LINE_REGISTERS, OF_STATISTICS, OF_VECTOR = 56, 24, 8  # beside those words: estimates
 
 
 def read_of(c: Correlation, *, forward: bool) -> Read:
@@ -61,6 +66,41 @@ def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward:
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
     first = bool(by_groups) and (by_groups[0].halo or forward)
     yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
+
+
+def forward_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator[TilePlan | LinePlan]:
+    """Yield plans of the forward tile, that of the rule first: lines where they suit the map."""
+    yield from line_plans(c, operand, target)
+    yield from tile_plans(c, operand, target, forward=True)
+
+
+def line_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator[LinePlan]:
+    """Yield plans of tiles of lines, those first that leave the fewest warps of a step without pixels.
+
+    As many blocks as there is room for at a time have equal shares. Tuning tries a block less, and smaller shares.
+    """
+    if not (read_of(c, forward=True) == "flat" and suit(c, operand, target)):
+        return
+    across = min(2, -(-c.outputs // COLUMNS))
+    ways = LINE_WARPS // across
+    epilogue = EpiloguePlan(operand.problem)
+    registers = LINE_REGISTERS + OF_STATISTICS * ("Statistics" in operand.problem.spec.epilogue)
+    registers += OF_VECTOR * len(epilogue.vectors)
+    found: dict[LineTile, float] = {}
+    for rows in LINE_ROWS:
+        tile = LineTile(c, LinePlan(across * COLUMNS, ways, rows, 1, 1), target.precision)
+        neighbours = rows == 1 or (c.vertical.step == 1 and c.vertical.destination % rows == 0)
+        fits = tile.weight_words <= MOST_WEIGHTS and tile.shared <= shared_limit(target.architecture)
+        if neighbours and fits:
+            found[tile] = -(-rows * tile.units // ways) * ways / rows
+    plans: dict[LinePlan, None] = {}
+    for tile in sorted(found, key=lambda tile: found[tile]):
+        room = REGISTERS // (tile.plan.threads * (tile.weight_words + registers))
+        blocks = max(1, min(room, shared_limit(target.architecture) // tile.shared))
+        for count, waves in ((blocks, 1), (blocks, 2), (max(1, blocks - 1), 1)):
+            share = -(-tile.steps * tile.output_tiles // (count * waves * target.multiprocessors))
+            plans[dataclasses.replace(tile.plan, share=share, min_blocks=count)] = None
+    yield from plans
 
 
 def warp_plans(

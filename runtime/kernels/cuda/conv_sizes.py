@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.device import Expr
+from bnfuse.runtime.kernels.cuda.lines import Lines
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, chunks_of, element_size, vector_width
 from bnfuse.runtime.kernels.cuda.partials import Team
+
+DEEP = 16  # pixels of a product, and elements of both of its operands' rows
+COLUMNS = 32  # output channels of a warp of a tile of lines: a vector of eight for each of the threads of a pixel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,27 @@ class TilePlan:
     def threads(self) -> int:
         """Count the threads of a block."""
         return self.warps[0] * self.warps[1] * d.WARP
+
+
+@dataclasses.dataclass(frozen=True)
+class LinePlan:
+    """`outputs` channels, COLUMNS a warp, by `rows` output rows a step, `ways` warps along these (conv_lines.py).
+
+    A block has `share` steps.
+    """
+
+    outputs: int
+    ways: int
+    rows: int
+    share: int
+    min_blocks: int
+
+    read: ClassVar[str] = "lines"
+
+    @property
+    def threads(self) -> int:
+        """Count the threads of a block."""
+        return self.outputs // COLUMNS * self.ways * d.WARP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +235,11 @@ class Tile:
         return self.correlation.phases * self.pixel_tiles
 
     @property
+    def pixels_of_partials(self) -> int:
+        """Count the pixels of a row of partials; the last may have fewer."""
+        return self.plan.pixels
+
+    @property
     def grid(self) -> tuple[int, int, int]:
         """Give the grid in blocks: of neighbours, tiles of outputs differ first, then groups, pixels, phases."""
         c = self.correlation
@@ -218,6 +249,139 @@ class Tile:
     def packed_row(self) -> int:
         """Count the elements of one tap of a packed weight's row (or of all taps where they are one axis)."""
         return -(-self.depth // 8) * 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LineTeam(Team):
+    """Threads as the sums of products are dealt to them: four have a pixel of a warp, of which eight have a row."""
+
+    def vector(self, tid: Expr) -> Expr:
+        """Find the vector of channels of a thread."""
+        return tid // d.WARP % (self.across // 4) * 4 + tid % 4
+
+    def lane(self, tid: Expr) -> Expr:
+        """Find the lane of a thread: which of the `down` that share its vector it is."""
+        return tid // d.WARP // (self.across // 4) * 8 + tid % d.WARP // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LineTile:
+    """Sizes of a tile of output rows. In shared memory lie the lines of x under two steps, then the weights."""
+
+    correlation: Correlation
+    plan: LinePlan
+    precision: str
+
+    buffers: ClassVar[int] = 2
+
+    @property
+    def classes(self) -> int:
+        """Count the classes of pixels: those whose runs begin at odd elements have others than their neighbours'."""
+        return 1 + self.correlation.horizontal.mult * self.correlation.inputs % 2
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Count for each class the elements before a pixel's run, so that it begins at an even one."""
+        first = self.correlation.horizontal.phases[0].base * self.correlation.inputs
+        return tuple((first + kind) % 2 for kind in range(self.classes))
+
+    @property
+    def eights(self) -> int:
+        """Count the eights of elements that products take for a row of the window."""
+        c = self.correlation
+        return -(-(c.horizontal.window * c.inputs + max(self.shifts)) // 8)
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """List the eights, (class, number), that reach beyond the window."""
+        whole = self.correlation.horizontal.window * self.correlation.inputs
+        places = ((kind, eight) for kind in range(self.classes) for eight in range(self.eights))
+        return [(k, e) for k, e in places if e * 8 < self.shifts[k] or e * 8 + 8 - self.shifts[k] > whole]
+
+    @property
+    def depth(self) -> int:
+        """Count the eights of the whole window."""
+        return self.correlation.vertical.window * self.eights
+
+    @property
+    def runs(self) -> int:
+        """Count the products, of two eights each, of the whole window."""
+        return -(-self.depth // 2)
+
+    @property
+    def weight_words(self) -> int:
+        """Count the words of the weights of a thread."""
+        return self.classes * self.runs * (COLUMNS // 8) * 2
+
+    @property
+    def span(self) -> int:
+        """Count the pixels that a warp takes at a time, DEEP of each class."""
+        return DEEP * self.classes
+
+    @property
+    def units(self) -> int:
+        """Count those of an output row."""
+        return -(-self.correlation.horizontal.destination // self.span)
+
+    @property
+    def lines(self) -> Lines:
+        """Lay out the lines of x under a step's output rows."""
+        return Lines(self.correlation, self.units * self.span, self.eights * 8, self.plan.rows)
+
+    @property
+    def apart_words(self) -> int:
+        """Count the words from a pixel to the next of its class."""
+        return self.lines.apart * self.classes // 2
+
+    @property
+    def weight_row(self) -> int:
+        """Count the elements of an output's packed weights."""
+        return self.correlation.vertical.window * self.correlation.flat_row
+
+    @property
+    def weights_at(self) -> int:
+        """Give the byte offset of the weights in shared memory."""
+        return self.buffers * self.lines.bytes
+
+    @property
+    def shared(self) -> int:
+        """Count the bytes of shared memory: the operands' or, in their place behind the last step, the statistics'."""
+        return max(self.weights_at + self.plan.outputs * self.weight_row * 2, self.team.statistics_bytes)
+
+    @property
+    def warps_across(self) -> int:
+        """Count the warps along the outputs."""
+        return self.plan.outputs // COLUMNS
+
+    @property
+    def team(self) -> LineTeam:
+        """Lay out the threads over the result."""
+        return LineTeam(4 * self.warps_across, 8 * self.plan.ways, COLUMNS // 4)
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of all blocks that have the same outputs."""
+        return self.correlation.images * self.correlation.vertical.destination // self.plan.rows
+
+    @property
+    def output_tiles(self) -> int:
+        """Count the tiles along the output channels."""
+        return -(-self.correlation.outputs // self.plan.outputs)
+
+    @property
+    def rows_of_partials(self) -> int:
+        """Count the rows of partials, one for each share of the steps."""
+        return -(-self.steps // self.plan.share)
+
+    @property
+    def pixels_of_partials(self) -> int:
+        """Count the pixels of a row of partials; the last may have fewer."""
+        return self.plan.share * self.plan.rows * self.correlation.horizontal.destination
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Give the grid in blocks: of neighbours, tiles of outputs differ first."""
+        return self.rows_of_partials * self.output_tiles, 1, 1
 
 
 def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:

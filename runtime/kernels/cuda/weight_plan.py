@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, read_of, with_fallback
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import shared_limit
+from bnfuse.runtime.kernels.cuda.lines import suit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import (
     Plan,
@@ -65,11 +66,8 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
     """Yield the plans of tiles of output rows: of an image, or what else has few channels, lies densely and as products
     of 16 bits take it."""
     gradient, source = operands
-    kind = source.kind
-    dense = kind.stride == kind.c and not kind.whole and kind.dtype == target.map_dtype
-    plain = not source.plan.steps and dense and c.groups == 1 and c.horizontal.step == 1
-    narrow = element_size(target.precision) == 2 and can_ring(gradient, target.precision)
-    if not (narrow and plain and read_of(c, forward=True) == "flat" and c.vertical.window <= MOST_ROWS):
+    flat = read_of(c, forward=True) == "flat" and c.vertical.window <= MOST_ROWS
+    if not (flat and suit(c, source, target) and can_ring(gradient, target.precision)):
         return
     outputs, inputs = 64 if c.outputs > 32 else 32, c.vertical.window * c.flat_row
     if outputs // 16 * (c.flat_row // 8) * 4 > MOST_SUMS:
@@ -81,7 +79,7 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         most = min(one.steps, target.multiprocessors * blocks // one.blocks, PARTIAL_BYTES // (one.elements * 4 * ways))
         plan = dataclasses.replace(plan, splits=max(1, most))
         tile = weight_tile_of(c, plan, target.precision, *operands)
-        if one.access >= 4 and tile.shared * blocks <= shared_limit(target.architecture):
+        if tile.shared * blocks <= shared_limit(target.architecture):
             yield plan
 
 

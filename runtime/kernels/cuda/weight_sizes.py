@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Literal
 
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.lines import Lines
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, chunks_of, element_size
 
 
@@ -346,22 +346,9 @@ class StripTile(Shares):
         return self.rows * self.gradient_row
 
     @property
-    def access(self) -> int:
-        """Count the bytes of a copy of x: lines lie one behind the other from the start of a buffer on."""
-        return math.gcd(self.correlation.horizontal.source * self.correlation.inputs * 2, d.VECTOR_BYTES)
-
-    @property
-    def before(self) -> int:
-        """Count the bytes of zeros before a line of x: of what taps reach there, or more."""
-        reach = -self.correlation.horizontal.phases[0].base * self.correlation.inputs * 2
-        return -(-max(reach, 0) // d.VECTOR_BYTES) * d.VECTOR_BYTES
-
-    @property
-    def line_bytes(self) -> int:
-        """Count the bytes of a line of x, zeros before it, and behind it as far as the last pixel's columns go."""
-        c, h = self.correlation, self.correlation.horizontal
-        reached = ((self.rows - 1) * h.mult + h.phases[0].base) * c.inputs + c.flat_row
-        return self.before + -(-max(h.source * c.inputs, reached) * 2 // d.VECTOR_BYTES) * d.VECTOR_BYTES
+    def lines(self) -> Lines:
+        """Lay out the lines of x under an output row."""
+        return Lines(self.correlation, self.rows, self.correlation.flat_row)
 
     @property
     def lines_at(self) -> int:
@@ -370,8 +357,8 @@ class StripTile(Shares):
 
     @property
     def lines_bytes(self) -> int:
-        """Count the bytes of all lines."""
-        return self.buffers * self.correlation.vertical.window * self.line_bytes
+        """Count the bytes of the lines of all output rows."""
+        return self.buffers * self.lines.bytes
 
     @property
     def own_at(self) -> int:

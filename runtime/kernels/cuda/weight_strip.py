@@ -77,24 +77,9 @@ class StripEmitter:
         """Start bringing an output row of dy, and the lines of x under it."""
         place = place_of(self.first_output, self.gradient, 0, self.c.outputs, self.plan.outputs)
         self.gradient.fetch(self.slots(step), self.pixels(step), *place)
-        tile, v, source = self.tile, self.c.vertical, self.source
-        number = T.bind(self.first + step)
-        image, y = T.bind(number // v.destination), T.bind(number % v.destination * v.mult + v.phases[0].base)
-        exists = number < tile.steps
-        base = T.bind(tile.lines_at + step % tile.buffers * tile.line_bytes * v.window + tile.before)
-        width = self.c.horizontal.source * self.c.inputs  # elements of a line
-        vectors = width * 2 // tile.access
-
-        def copy(i: Expr) -> None:
-            line, vector = T.bind(i // vectors), T.bind(i % vectors)
-            own = T.bind(y + line * v.step)
-            there = d.all_of(exists, d.within(own, v.source))
-            at = source.offset + (image * v.source + own) * width + vector * (tile.access // 2)
-            at = tirx.Select(there, at, T.int32(0))
-            to = self.shared.address + tirx.Cast("uint32", base + line * tile.line_bytes + vector * tile.access)
-            d.copy_async(to, source.buffer.ptr_to([at]), tile.access, there)
-
-        self.block.each(v.window * vectors, copy)
+        tile, number = self.tile, T.bind(self.first + step)
+        to = self.shared.address + tirx.Cast("uint32", tile.lines_at + step % tile.buffers * tile.lines.bytes)
+        tile.lines.bring(self.block, self.source, T.bind(to), number, number < tile.steps)
 
     def pixels(self, step: Expr) -> PixelOf:
         """Make the function that finds the pixel of a row of dy, and whether it exists."""
@@ -125,15 +110,13 @@ class StripEmitter:
 
     def multiply(self, step: Expr) -> None:
         """Add the products of an output row to the accumulators."""
-        tile, lane, plan, h = self.tile, self.block.lane, self.plan, self.c.horizontal
+        tile, lane, plan = self.tile, self.block.lane, self.plan
         gradient = T.bind(step % tile.buffers * tile.gradient_bytes)
-        lines = T.bind(tile.lines_at + step % tile.buffers * tile.line_bytes * self.c.vertical.window)
-        halves = self.shared.view("uint16")
+        lines = T.bind(tile.lines_at + step % tile.buffers * tile.lines.bytes)
+        halves, apart = self.shared.view("uint16"), tile.lines.apart
         # this lane's first pixel and column, in elements
-        origin = tile.before // 2 + h.phases[0].base * self.c.inputs
-        apart = h.mult * self.c.inputs  # elements from a pixel to the next
-        start = (lines + self.down * tile.line_bytes) // 2 + origin + lane % 4 * (2 * apart) + lane // 4
-        start = T.bind(start)
+        start = (lines + self.down * tile.lines.line_bytes) // 2 + tile.lines.first
+        start = T.bind(start + lane % 4 * (2 * apart) + lane // 4)
         a, b = d.registers(self.fragments[0] * 4, "uint32"), d.registers(2, "uint32")
         runs = tile.rows // DEEP
         with T.serial(0, -(-runs // plan.ways)) as turn:
