@@ -76,6 +76,7 @@ def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile |
         params,
         tiles=tile.rows_of_partials,
         rows=tile.pixels_of_partials,
+        fewer=tile.fewer_pixels,
         total=c.rows,
         channels=problem.map(EpiloguePlan(problem).result).c,
         tail=problem.tail,

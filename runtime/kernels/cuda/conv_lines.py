@@ -7,12 +7,12 @@ A block has a tile of output channels, the whole window, and a share of the outp
         x: the lines under them -> shared (lines.py)            the next step's are on their way meanwhile
         for each 16 pixels, a warp by itself: lines -> tensor cores -> epilogue
 
-A word of a product's operand is two neighbours of a run of elements, and lies at an even one. Where a pixel's run begins
-at an odd element its product begins at the one before, by weights that are moved by one element, too: zeros come first.
-Where every other pixel's does, even and odd pixels have products, and weights, of their own: a class each.
+A word of a product's operand is two neighbours of a run of elements, and lies at an even one. Where a pixel's run
+begins at an odd element its product begins at the one before, by weights that are moved by one element, too: a zero
+comes first. Where every other pixel's does, even and odd pixels have products, and weights, of their own: a class each.
 
-Columns of a product are channels in such an order that a thread's sums are neighbouring channels of a pixel, a vector of
-the epilogue (`LineTeam`): nothing goes by way of shared memory. What a run reads beyond the window is cleared, lest
+Columns of a product are channels in such an order that a thread's sums are neighbouring channels of a pixel, a vector
+of the epilogue (`LineTeam`): nothing goes by way of shared memory. What a run reads beyond the window is cleared, lest
 what is not finite there meet a weight of zero.
 """
 
@@ -44,6 +44,10 @@ class LineEmitter:
         self.source = block.map(operand.plan.source, operand.kind)
         self.first_output = T.bind(block.x % tile.output_tiles * self.plan.outputs)
         self.row = T.bind(block.x // tile.output_tiles)  # of the partials
+        # steps, and the first of them, counted over all blocks
+        more, fewer = tile.larger, tile.share - 1
+        self.share = T.bind(tirx.Select(self.row < more, T.int32(tile.share), T.int32(fewer)))
+        self.first = T.bind(self.row * fewer + tirx.Min(self.row, T.int32(more)))
         self.way = T.bind(block.warp // tile.warps_across)
         self.column, self.pixel = T.bind(block.lane % 4), T.bind(block.lane // 4)  # of this thread in a product
         self.weights = d.registers(tile.weight_words, "uint32")
@@ -66,19 +70,14 @@ class LineEmitter:
         inner = T.bind(self.first_output + self.team.vector(self.block.tid) * self.team.width)
         left = None if self.c.outputs % self.plan.outputs == 0 else T.bind(self.c.outputs - inner)
         self.epilogue.open(inner, left, self.c.outputs % 4 == 0)
-        with T.serial(0, self.plan.share) as step:
+        with T.serial(0, self.share) as step:
             d.wait(0)
             d.sync()
-            d.when(step + 1 < self.plan.share, lambda: self.bring(step + 1))
+            d.when(step + 1 < self.share, lambda: self.bring(step + 1))
             d.commit()
-            exists = d.below(self.number(step), tile.steps, tile.steps % self.plan.share == 0)
-            d.when(exists, lambda: self.multiply(step))
+            self.multiply(step)
         d.sync()
         self.epilogue.close(self.row)
-
-    def number(self, step: Expr) -> Expr:
-        """Count a step over all blocks."""
-        return self.row * self.plan.share + step
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -99,10 +98,9 @@ class LineEmitter:
 
     def bring(self, step: Expr) -> None:
         """Start bringing the lines of a step."""
-        tile, number = self.tile, T.bind(self.number(step))
+        tile, row = self.tile, T.bind((self.first + step) * self.plan.rows)
         to = T.bind(self.shared.address + tirx.Cast("uint32", step % tile.buffers * tile.lines.bytes))
-        exists = d.below(number, tile.steps, tile.steps % self.plan.share == 0)
-        tile.lines.bring(self.block, self.source, to, number * self.plan.rows, exists)
+        tile.lines.bring(self.block, self.source, to, row, True)
 
     def take_weights(self) -> None:
         """Bring this thread's words of the weights, [class][run of 16][fragment][half], to registers, and its masks."""
@@ -147,7 +145,7 @@ class LineEmitter:
         """Take the pixels of a step through products and epilogue."""
         tile, plan, lines = self.tile, self.plan, self.tile.lines
         buffer = T.bind(step % tile.buffers * (lines.bytes // 4) + self.column)
-        first_row = T.bind(self.number(step) * plan.rows)
+        first_row = T.bind((self.first + step) * plan.rows)
         count = plan.rows * tile.units
         with T.serial(0, -(-count // plan.ways)) as turn:
             unit = T.bind(turn * plan.ways + self.way)

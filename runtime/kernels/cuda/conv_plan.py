@@ -36,7 +36,7 @@ START = 4096  # elements that a tile could make while it begins and ends: both c
 GROUP_REGISTERS = 60  # beside the accumulators: an estimate
 PATCHES = (8, 16, 32, 64)  # columns
 # tiles of lines: warps; output rows of a step; words of weights that a thread has, at most
-LINE_WARPS, LINE_ROWS, MOST_WEIGHTS = 4, (1, 2, 4), 112
+LINE_WARPS, LINE_ROWS, MOST_WEIGHTS = 4, (1, 2, 3, 4), 112
 LINE_REGISTERS, OF_STATISTICS, OF_VECTOR = 56, 24, 8  # beside those words: estimates
 
 
@@ -77,7 +77,7 @@ def forward_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Itera
 def line_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator[LinePlan]:
     """Yield plans of tiles of lines, those first that leave the fewest warps of a step without pixels.
 
-    As many blocks as there is room for at a time have equal shares. Tuning tries a block less, and smaller shares.
+    As many blocks as there is room for at a time share the steps. Tuning tries a block less, and smaller shares.
     """
     if not (read_of(c, forward=True) == "flat" and suit(c, operand, target)):
         return
@@ -98,8 +98,8 @@ def line_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator
         room = REGISTERS // (tile.plan.threads * (tile.weight_words + registers))
         blocks = max(1, min(room, shared_limit(target.architecture) // tile.shared))
         for count, waves in ((blocks, 1), (blocks, 2), (max(1, blocks - 1), 1)):
-            share = -(-tile.steps * tile.output_tiles // (count * waves * target.multiprocessors))
-            plans[dataclasses.replace(tile.plan, share=share, min_blocks=count)] = None
+            most = max(1, count * waves * target.multiprocessors // tile.output_tiles)
+            plans[dataclasses.replace(tile.plan, splits=min(tile.steps, most), min_blocks=count)] = None
     yield from plans
 
 

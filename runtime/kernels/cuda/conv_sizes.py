@@ -46,13 +46,13 @@ class TilePlan:
 class LinePlan:
     """`outputs` channels, COLUMNS a warp, by `rows` output rows a step, `ways` warps along these (conv_lines.py).
 
-    A block has `share` steps.
+    `splits` blocks share the steps, and differ by one step at most.
     """
 
     outputs: int
     ways: int
     rows: int
-    share: int
+    splits: int
     min_blocks: int
 
     read: ClassVar[str] = "lines"
@@ -240,6 +240,11 @@ class Tile:
         return self.plan.pixels
 
     @property
+    def fewer_pixels(self) -> int:
+        """Count those of the last rows of partials: 0, it is the last alone, and has the rest."""
+        return 0
+
+    @property
     def grid(self) -> tuple[int, int, int]:
         """Give the grid in blocks: of neighbours, tiles of outputs differ first, then groups, pixels, phases."""
         c = self.correlation
@@ -369,14 +374,30 @@ class LineTile:
         return -(-self.correlation.outputs // self.plan.outputs)
 
     @property
+    def share(self) -> int:
+        """Count the steps of one of the first blocks, the most that a block has."""
+        return -(-self.steps // self.plan.splits)
+
+    @property
+    def larger(self) -> int:
+        """Count those blocks; the others have a step less."""
+        return self.steps - (self.share - 1) * self.plan.splits
+
+    @property
     def rows_of_partials(self) -> int:
         """Count the rows of partials, one for each share of the steps."""
-        return -(-self.steps // self.plan.share)
+        return self.plan.splits
 
     @property
     def pixels_of_partials(self) -> int:
-        """Count the pixels of a row of partials; the last may have fewer."""
-        return self.plan.share * self.plan.rows * self.correlation.horizontal.destination
+        """Count the pixels of one of the first rows of partials."""
+        return self.share * self.plan.rows * self.correlation.horizontal.destination
+
+    @property
+    def fewer_pixels(self) -> int:
+        """Count those of the last ones, where they have fewer."""
+        uneven = self.larger < self.plan.splits
+        return (self.share - 1) * self.plan.rows * self.correlation.horizontal.destination if uneven else 0
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -2,8 +2,8 @@
 
     zeros | pixel 0 | pixel 1 | ... | last pixel | zeros        for each line that the window's rows meet
 
-The pixels' elements lie side by side, so what a row of the window reads of them, taps and channels as one axis, is a run
-of elements: each element is brought once and read in place for all taps. Lines outside of the image are zeros.
+The pixels' elements lie side by side, so what a row of the window reads of them, taps and channels as one axis, is a
+run of elements: each element is brought once and read in place for all taps. Lines outside of the image are zeros.
 """
 
 from __future__ import annotations

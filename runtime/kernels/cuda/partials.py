@@ -318,14 +318,17 @@ def statistics_stage(
     rows: int,
     total: int,
     channels: int,
+    fewer: int = 0,
     tail: Sequence[Member] = (),
 ) -> Stage:
     """Merge `partials` [tiles][2][channels], mean and M2 of each tile, into "mean" and "variance" (biased), [channels].
 
-    Every tile has `rows` pixels but the last, which has the rest of `total`, at least 1.
+    Every tile has `rows` pixels but the last ones, which have `fewer`: as many as make `total` of it. Without `fewer`
+    it is the last alone, which has the rest, at least 1.
     """
-    last = total - rows * (tiles - 1)
-    assert 0 < last <= rows, (tiles, rows, total)
+    whole = (total - tiles * fewer) // (rows - fewer) if fewer else tiles - 1
+    fewer = fewer or total - rows * whole
+    assert 0 < fewer <= rows and whole * rows + (tiles - whole) * fewer == total, (tiles, rows, total)
 
     def emit(block: Block, columns: Columns) -> None:
         partials = block["partials"]
@@ -336,8 +339,8 @@ def statistics_stage(
 
         def add(tile: Expr, values: Callable[[int], Expr]) -> None:
             n: Expr = tirx.const(float(rows), "float64")
-            if last != rows:
-                n = tirx.Select(tile == tiles - 1, tirx.const(float(last), "float64"), n)
+            if fewer != rows:
+                n = tirx.Select(tile >= whole, tirx.const(float(fewer), "float64"), n)
             e = T.bind(values(0) - shift)
             weighted = T.bind(n * e)
             d.put(sums, 0, sums[0] + weighted)

@@ -180,18 +180,20 @@ class Reductions:
         rows: int,
         total: int,
         channels: int,
+        fewer: int = 0,
         tail: Sequence[Member] = (),
     ) -> tuple[Stage, ...]:
         """Build the stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`.
 
-        It does the operators of the problem's `tail` with what it has merged.
+        The last tiles may have `fewer` (partials.py). The stage does the operators of the problem's `tail` with what it
+        has merged.
         """
         taken = [p for p in params if p.name == "partials" or p.name in self.results or is_of_tail(p.name)]
         sizes: dict[str, Any] = {"tiles": tiles, "channels": channels}
         if self.statistics and self.counted:
             return (partials.counted_statistics_stage(name, taken, **sizes, total=total, tail=tail),)
         if self.statistics:
-            return (partials.statistics_stage(name, taken, **sizes, rows=rows, total=total, tail=tail),)
+            return (partials.statistics_stage(name, taken, **sizes, rows=rows, total=total, fewer=fewer, tail=tail),)
         if not self:
             return ()
         results = [total.results for total in self.totals]

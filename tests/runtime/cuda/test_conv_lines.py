@@ -94,8 +94,7 @@ def cases(draw: st.DrawFn) -> CudaCase:
     w += w * cin % 2
     strides, n = draw(st.tuples(*(st.integers(1, 3),) * 2)), draw(st.integers(1, 2))
     op = draw(st.sampled_from(["ConvStatistics", "ConvBiasRelu", "ConvBiasReluStatistics"]))
-    case = CudaCase(op, n, h, w, cin, draw(st.integers(1, 70)), kernel, strides, pads, (down, 1), dtype="bfloat16")
-    return case
+    return CudaCase(op, n, h, w, cin, draw(st.integers(1, 70)), kernel, strides, pads, (down, 1), dtype="bfloat16")
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -128,22 +127,22 @@ def test_products_of_32_bits_are_read_as_before(precision):
 
 
 NETWORKS = {
+    "squeezenet1.0": CudaCase("ConvBiasRelu", 64, 224, 224, 3, 64, (3, 3), (2, 2), dtype="bfloat16"),
     "resnet50": CudaCase("ConvStatistics", 64, 224, 224, 3, 64, **STEM, dtype="bfloat16"),
     "vgg16": CudaCase("ConvBiasRelu", 64, 224, 224, 3, 64, **SAME, dtype="bfloat16"),
     "vgg16-bn": CudaCase("ConvBiasStatistics", 64, 224, 224, 3, 64, **SAME, dtype="bfloat16"),
-    "mobilenetv2": CudaCase(
-        "ConvStatistics", 64, 224, 224, 3, 32, (3, 3), (2, 2), (1, 1, 1, 1), dtype="bfloat16"
-    ),
+    "mobilenetv2": CudaCase("ConvStatistics", 64, 224, 224, 3, 32, (3, 3), (2, 2), (1, 1, 1, 1), dtype="bfloat16"),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("resnet50", LinePlan(64, 2, 2, 10, 3)),  # 14 times 16 pixels for two warps; 88 words of weights
-        ("vgg16", LinePlan(64, 2, 2, 14, 4)),
-        ("vgg16-bn", LinePlan(64, 2, 2, 19, 3)),
-        ("mobilenetv2", LinePlan(32, 4, 4, 4, 4)),
+        ("resnet50", LinePlan(64, 2, 2, 396, 3)),  # 14 times 16 pixels for two warps; 88 words of weights
+        ("vgg16", LinePlan(64, 2, 2, 528, 4)),
+        ("vgg16-bn", LinePlan(64, 2, 2, 396, 3)),
+        ("mobilenetv2", LinePlan(32, 4, 4, 528, 4)),
+        ("squeezenet1.0", LinePlan(64, 2, 3, 660, 5)),  # 111 rows
     ],
 )
 def test_the_rule(name, plan):
