@@ -45,8 +45,11 @@ def conv_forward(
     c = forward_correlation(problem)
     operand = Operand(problem, False)
     chosen = plan or next(forward_plans(c, operand, target))
-    lines = isinstance(chosen, LinePlan)
-    tile = LineTile(c, chosen, target.precision) if lines else tile_of(c, chosen, target.precision, operand)
+    tile: Tile | LineTile
+    if isinstance(chosen, LinePlan):
+        tile = LineTile(c, chosen, target.precision)
+    else:
+        tile = tile_of(c, chosen, target.precision, operand)
     channels = problem.map(EpiloguePlan(problem).result).c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
