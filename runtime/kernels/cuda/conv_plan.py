@@ -37,7 +37,7 @@ GROUP_REGISTERS = 60  # beside the accumulators: an estimate
 PATCHES = (8, 16, 32, 64)  # columns
 # tiles of lines: warps; output rows of a step; words of weights that a thread has, at most
 LINE_WARPS, LINE_ROWS, MOST_WEIGHTS = 4, (1, 2, 3, 4), 112
-LINE_REGISTERS, OF_STATISTICS, OF_VECTOR = 56, 24, 8  # beside those words: estimates
+LINE_REGISTERS, OF_CLASS, OF_STATISTICS, OF_VECTOR = 48, 8, 24, 8  # beside those words: estimates
 
 
 def read_of(c: Correlation, *, forward: bool) -> Read:
@@ -95,7 +95,7 @@ def line_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator
             found[tile] = -(-rows * tile.units // ways) * ways / rows
     plans: dict[LinePlan, None] = {}
     for tile in sorted(found, key=lambda tile: found[tile]):
-        room = REGISTERS // (tile.plan.threads * (tile.weight_words + registers))
+        room = REGISTERS // (tile.plan.threads * (tile.weight_words + registers + OF_CLASS * tile.classes))
         blocks = max(1, min(room, shared_limit(target.architecture) // tile.shared))
         for count, waves in ((blocks, 1), (blocks, 2), (max(1, blocks - 1), 1)):
             most = max(1, count * waves * target.multiprocessors // tile.output_tiles)

@@ -9,8 +9,8 @@
 Three ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
 holds a run of pixels of the flattened map, or of wide maps a patch of an image, and those around it that taps reach, so
 that the prologue is applied once and all taps read from shared memory; it needs source and destination of the same
-size. A tap outside of the image reads a row of zeros. A *flat* tile, for maps of a few channels such as images, takes a
-row of taps with their channels as one axis.
+size. A tap outside of the image reads a row of zeros. A *flat* tile, for maps of a few channels such as images where
+these cannot be read by lines (conv_lines.py), takes a row of taps with their channels as one axis.
 """
 
 from __future__ import annotations
