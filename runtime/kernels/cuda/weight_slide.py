@@ -64,6 +64,8 @@ class SlideEmitter:
         self.across = c.horizontal.window
         self.acc = d.registers(self.across * plan.inputs // 2)
         self.left = d.registers(2 * self.across * WORDS, "uint32")
+        self.words, self.bits = d.registers(2 * WORDS, "uint32"), d.registers(2, "uint32")  # of two products
+        self.address, self.masks = d.registers(1, "uint32"), d.registers(1, "int32")
 
     def run(self) -> None:
         """Emit the loop over the chunks of the block's share, then the store of its partials."""
@@ -92,6 +94,7 @@ class SlideEmitter:
             self.finish_source(i + lead)
             wgmma.publish()
             d.sync()
+            self.find(i)
             # not between products: branches there have the same effect
             d.when(i + ahead < steps, lambda: self.fill(i + ahead))
             d.commit()
@@ -228,16 +231,26 @@ class SlideEmitter:
 
     # -- multiplying -----------------------------------------------------------------------------------------------
 
+    def find(self, step: Expr) -> None:
+        """Find dy of a step, and its masks, and load those of its first product."""
+        lane, tile = self.block.lane, self.tile
+        base = tile.gradient_at + step % tile.buffers * tile.chunk_bytes
+        row = lane // 16 * 8 + lane % 8
+        address = self.shared.address + tirx.Cast("uint32", base + place(row, self.block.warp % 4 * 2 + lane // 8 % 2))
+        d.put(self.address, 0, address)
+        masks = self.masks_of(step) // 4 + self.down * (self.plan.pixels // 4) + lane % 4
+        d.put(self.masks, 0, masks)
+        self.load(0)
+
+    def load(self, k: int) -> None:
+        """Load dy and the masks of a product: before the one before is waited for, since it takes as long."""
+        row = T.uint32(k * wgmma.DEPTH * self.tile.row_bytes)
+        d.ldmatrix(self.words, k % 2 * WORDS, self.address[0] + row, transposed=True)
+        d.put(self.bits, k % 2, self.store[self.masks[0] + k * wgmma.DEPTH // 4])
+
     def multiply(self, step: Expr) -> None:
         """Begin the products of a step."""
-        lane, tile = self.block.lane, self.tile
-        base = T.bind(tile.gradient_at + step % tile.buffers * tile.chunk_bytes)
-        row = lane // 16 * 8 + lane % 8
-        address = T.bind(
-            self.shared.address + tirx.Cast("uint32", base + place(row, self.block.warp % 4 * 2 + lane // 8 % 2))
-        )
-        masks = T.bind(self.masks_of(step) // 4 + self.down * (self.plan.pixels // 4) + lane % 4)
-        v, h = self.c.vertical, self.c.horizontal
+        tile, v, h = self.tile, self.c.vertical, self.c.horizontal
         ring = tile.ring * self.plan.pixels  # rows
         start = T.bind(
             step % tile.ring * self.plan.pixels
@@ -245,16 +258,19 @@ class SlideEmitter:
             + (v.phases[0].base + self.down * v.step) * h.source
             + h.phases[0].base
         )
-        for k in range(self.plan.pixels // wgmma.DEPTH):
+        products = self.plan.pixels // wgmma.DEPTH
+        for k in range(products):
+            if k + 1 < products:
+                self.load(k + 1)
             wgmma.wait(1)  # what was begun from these registers
-            words, mask = d.registers(WORDS, "uint32"), d.registers(1, "uint32")
-            d.ldmatrix(words, 0, address + T.uint32(k * wgmma.DEPTH * tile.row_bytes), transposed=True)
-            bits = T.bind(self.store[masks + k * wgmma.DEPTH // 4])
             for tap in range(self.across):
                 for half, signs in enumerate(SIGNS):
-                    T.evaluate(T.ptx["prmt.b32"](mask[0], bits << T.uint32(tap), T.uint32(0), T.uint32(signs)))
+                    mask = d.registers(1, "uint32")
+                    bits = self.bits[k % 2] << T.uint32(tap)
+                    T.evaluate(T.ptx["prmt.b32"](mask[0], bits, T.uint32(0), T.uint32(signs)))
                     for i in (2 * half, 2 * half + 1):
-                        d.put(self.left, self.words_at(k, tap) + i, tirx.bitwise_and(words[i], mask[0]))
+                        word = tirx.bitwise_and(self.words[k % 2 * WORDS + i], mask[0])
+                        d.put(self.left, self.words_at(k, tap) + i, word)
             wgmma.fence()
             first = T.bind(start + k * wgmma.DEPTH)
             first = T.bind(tirx.Select(first >= ring, first - ring, first))

@@ -44,6 +44,7 @@ VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a m
 THREADS = 256
 RUN = 4 * THREADS  # vectors of a block: chosen by hand
 LINE = 64  # elements: where a packed weight may start
+NEVER = 1 << 30  # a modulus that is above every element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +102,11 @@ class Fields:
     inner: int
     step: int
     tap_step: int = 1
-    modulus: int = 1 << 30
+    modulus: int = NEVER
 
 
-WIDTH = len(dataclasses.fields(Fields))
+DIVISORS = ("fast", "taps", "per", "modulus")  # fields that indices are divided by
+WIDTH = len(dataclasses.fields(Fields)) + 2 * len(DIVISORS)
 
 
 def is_packed(weight: Sequence[int], core: str = "Conv", group: int = 1) -> bool:
@@ -155,14 +157,28 @@ def fields_of(member: Member, first_block: int) -> Fields:
     return Fields(*places, fast, across, taps, padded, valid, per, outer, inner, step)
 
 
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """Give the factor and the shift that divide as `divisor` does: n // divisor == n * factor >> shift for n < 2**31.
+
+    The factor is below 2**32. It is rounded up by less than divisor / 2**shift of itself, which 31 bits do not show.
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
 def table(members: Sequence[Member]) -> np.ndarray:
-    """Write the constants that the kernel reads, int32: the fields of each member, then the member of each block."""
+    """Write the constants that the kernel reads, int32.
+
+    They are the fields of each member, with the reciprocals of its divisors, then the member of each block.
+    """
     rows: list[int] = []
     owners: list[int] = []
     for index, member in enumerate(members):
-        rows += dataclasses.astuple(fields_of(member, len(owners)))
+        fields = fields_of(member, len(owners))
+        rows += dataclasses.astuple(fields)
+        rows += [number for name in DIVISORS for number in reciprocal(getattr(fields, name))]
         owners += [index] * member.blocks
-    return np.array(rows + owners, np.int32)
+    return np.array(rows + owners, np.uint32).view(np.int32)
 
 
 def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: CudaTarget) -> Kernel:
@@ -186,6 +202,7 @@ def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Cud
         numbers = block["table"]
         owner = T.bind(numbers[problem.members * WIDTH + block.x])
         names = [field.name for field in dataclasses.fields(Fields)]
+        names += [f"{divisor} {part}" for divisor in DIVISORS for part in ("factor", "shift")]
         known = {label: T.bind(numbers[owner * WIDTH + i]) for i, label in enumerate(names)}
         first = T.bind((block.x - known["first_block"]) * RUN + block.tid)
         with T.serial(0, RUN // THREADS) as turn:
@@ -196,27 +213,43 @@ def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Cud
 
 def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: CudaTarget) -> None:
     """Pack eight elements of one tap of one row."""
-    slow, fast = T.bind(tirx.truncdiv(vector, member["fast"])), T.bind(tirx.truncmod(vector, member["fast"]))
+    slow, fast = _divided(vector, member, "fast")
     place = T.bind(tirx.Select(member["across"] == 1, fast, slow))  # row*taps + tap
     start = T.bind(tirx.Select(member["across"] == 1, slow, fast) * VECTOR)
-    row, tap = T.bind(tirx.truncdiv(place, member["taps"])), T.bind(tirx.truncmod(place, member["taps"]))
-    outer, inner = tirx.truncdiv(row, member["per"]), tirx.truncmod(row, member["per"])
+    row, tap = _divided(place, member, "taps")
+    outer, inner = _divided(row, member, "per")
     offset = outer * member["outer"] + inner * member["inner"] + tap * member["tap_step"]
-    source = T.bind(member["source"] + offset)
+    source, left = T.bind(member["source"] + offset), T.bind(member["valid"] - start)
     values = registers(VECTOR)
-    modulus = member["modulus"]
-    # counted on from element to element: divisions by what the table says are most of the work
-    column, line = registers(1, "int32"), registers(1, "int32")
-    put(column, 0, tirx.truncmod(start, modulus))
-    put(line, 0, tirx.truncdiv(start, modulus))
-    for i in range(VECTOR):
-        there = source + column[0] * member["step"] + line[0]
-        value = tirx.if_then_else(start + i < member["valid"], block["parameters"][there], T.float32(0))
-        put(values, i, value)
-        wraps = T.bind(column[0] + 1 == modulus)
-        put(line, 0, tirx.Select(wraps, line[0] + 1, line[0]))
-        put(column, 0, tirx.Select(wraps, T.int32(0), column[0] + 1))
+
+    def take(i: int, there: Expr) -> None:
+        put(values, i, tirx.if_then_else(i < left, block["parameters"][there], T.float32(0)))
+
+    def plain() -> None:
+        first = T.bind(source + start * member["step"])
+        for i in range(VECTOR):
+            take(i, first + i * member["step"])
+
+    def flat() -> None:  # counted on from element to element
+        line, column = (registers(1, "int32") for _ in range(2))
+        for held, value in zip((line, column), _divided(start, member, "modulus"), strict=True):
+            put(held, 0, value)
+        for i in range(VECTOR):
+            take(i, source + column[0] * member["step"] + line[0])
+            wraps = T.bind(column[0] + 1 == member["modulus"])
+            put(line, 0, tirx.Select(wraps, line[0] + 1, line[0]))
+            put(column, 0, tirx.Select(wraps, T.int32(0), column[0] + 1))
+
+    when(member["modulus"] == NEVER, plain, flat)
     _store(block["packed"], member["target"] + place * member["padded"] + start, values, target)
+
+
+def _divided(number: Expr, member: dict[str, Expr], divisor: str) -> tuple[Expr, Expr]:
+    """Divide, without a division, by what the table says: quotient and remainder."""
+    factor = tirx.Cast("uint64", tirx.Cast("uint32", member[f"{divisor} factor"]))
+    product = tirx.Cast("uint64", tirx.Cast("uint32", number)) * factor
+    quotient = T.bind(tirx.Cast("int32", product >> tirx.Cast("uint64", member[f"{divisor} shift"])))
+    return quotient, T.bind(number - quotient * member[divisor])
 
 
 def _store(packed: Buffer, index: Expr, values: Buffer, target: CudaTarget) -> None:
