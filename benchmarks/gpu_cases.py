@@ -80,6 +80,11 @@ class Entry:
     def name(self) -> str:
         return f"{self.case}-{self.level}-{self.precision}"
 
+    @property
+    def is_sanitized(self) -> bool:
+        """Tell whether NVIDIA's checks run on it: small, and with fused kernels."""
+        return "numerics" in self.parts and self.level == "icf"
+
 
 def chosen(names: Iterable[str] | None) -> list[Case]:
     """The cases of these names; all without any."""

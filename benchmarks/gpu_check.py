@@ -12,7 +12,7 @@ training    100 steps after the CPU's runtime and torch; three runs that have to
 timing      ours and torch's variants in turns in one process, by events
 memory      peak memory, a process each; the largest batch that fits
 profile     our launches one by one, and the convolutions alone by cuDNN
-sanitizer   compute-sanitizer's memcheck and racecheck on a small network
+sanitizer   compute-sanitizer's memcheck and racecheck on the small networks
 
 Everything goes as JSON lines into OUT/check.jsonl, a line as soon as it is known, and as text to stdout. A part that
 fails or runs out of its time is one line too, and the next one starts. Needs numpy, onnx, onnx_ir, safetensors, torch,
@@ -106,13 +106,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def listing(entries: list[Entry], parts: list[str]) -> str:
     lines = []
     for part in parts:
-        files = [entry.name for entry in entries if part in entry.parts or (part == "sanitizer" and is_small(entry))]
+        files = [entry.name for entry in entries if part in entry.parts or (part == "sanitizer" and entry.is_sanitized)]
         lines.append(f"{part}: {', '.join(files) if part != 'card' else 'the machine'}")
     return "\n".join(lines)
-
-
-def is_small(entry: Entry) -> bool:
-    return entry.case == "densenet-small" and entry.level == "icf"
 
 
 def run_part(part: str, entries: list[Entry], args: argparse.Namespace, place: Path, log: Log) -> bool:

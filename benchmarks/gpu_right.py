@@ -152,13 +152,13 @@ def gap_text(gaps: dict[str, Any]) -> str:
 
 
 def sanitizer(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
-    """NVIDIA's checks of a step of a small network: accesses out of bounds, races in shared memory."""
+    """NVIDIA's checks of a step of each small network: accesses out of bounds, races in shared memory."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         log.write("skipped", "there is no compute-sanitizer here")
         return True
     good = []
-    for entry in (entry for entry in entries if is_small(entry)):
+    for entry in (entry for entry in entries if entry.is_sanitized):
         file = unpack(args.folder / entry.file, place)
         for tool in TOOLS:
             log.check(20)
@@ -175,7 +175,3 @@ def sanitizer(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
             log.write(f"{entry.name} {tool}", "; ".join(summary) or text[-300:], good=clean, output=text[-4000:])
             good.append(clean)
     return all(good) and bool(good)
-
-
-def is_small(entry: Entry) -> bool:
-    return entry.case == "densenet-small" and entry.level == "icf"

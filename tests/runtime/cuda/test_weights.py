@@ -5,9 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_kernels import assert_no_spills, gpu, run_kernel
+from hypothesis import example, given
+from hypothesis import strategies as st
 from packed_weights import ROUNDED, packed
 
-from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, RUN, VECTOR, Member, pack_weights, table
+from bnfuse.runtime.kernels.cuda.weights import (
+    BACKWARD,
+    FORWARD,
+    LINE,
+    NEVER,
+    RUN,
+    VECTOR,
+    Member,
+    pack_weights,
+    reciprocal,
+    table,
+)
 
 FORMS = (FORWARD, BACKWARD)
 CASES = (  # OIHW, groups
@@ -52,3 +65,14 @@ def test_every_element_is_where_kernels_read_it(precision):
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_registers_suffice(arch, precision):
     assert_no_spills(pack_weights(members(), 100_000, 1 << 20, gpu(precision, arch)))
+
+
+@given(st.integers(1, NEVER), st.integers(0, (1 << 31) - 1))
+@example(NEVER, (1 << 31) - 1)
+@example(NEVER - 1, (1 << 31) - 1)
+@example(3, (1 << 31) - 2)
+def test_a_reciprocal_divides(divisor, number):
+    factor, shift = reciprocal(divisor)
+    assert factor < 1 << 32
+    for near in {number, number // divisor * divisor, max(number // divisor * divisor - 1, 0)}:
+        assert near * factor >> shift == near // divisor
