@@ -23,7 +23,9 @@ Read = Literal["gather", "halo", "flat"]
 MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
+WASTE = 1.15  # channels of large tiles over those of small ones, where the latter are faster
 FILLED = 0.7  # of the multiprocessors, with a tile each, are enough
+HALF = 0.5  # of them, where a tile is one of several warpgroups
 REGISTERS = 1 << 16  # of a multiprocessor
 # tiles on products of warpgroups: pixels, outputs, warps, blocks side by side
 GROUP_SIZES = (
@@ -59,12 +61,12 @@ def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward:
     """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor.
 
     Forward, and where a source serves several taps, products of warpgroups are faster; else what comes from memory is
-    waited for.
+    waited for. Their tiles are large: where these are too few, smaller ones are better.
     """
     reads = with_fallback(read_of(c, forward=forward))
     by_groups = group_plans(c, operand, target, reads)
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
-    first = bool(by_groups) and (by_groups[0].halo or forward)
+    first = bool(by_groups) and (by_groups[0].halo or (forward and _fills(c, by_groups[0], target)))
     yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
 
 
@@ -179,6 +181,8 @@ def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -
         # an epilogue that reads maps wants more warps, one that only stores larger fragments
         warps = (2, 2) if forward else (4, 2)
         large = [(128, outputs, wide, 1, *warps)] if outputs == 128 else [(128, outputs, wide, 1, 2, outputs // 32)]
+        if is_wasteful(c.outputs, outputs):
+            large.insert(0, (128, 64, 64, 2, 2, 2))
         sizes = [*large, (64, 64, wide, 2), (64, 32, wide, 2), (128, 128, 64, 3, 2, 2), (128, 128, wide, 1, 2, 2)]
         sizes += [(128, 64, wide, 1, 2, 2), (128, 64, 64, 2, 2, 2), (64, 128, wide, 1, 2, 2), (64, 64, 64, 3)]
     sizes = [size for size in sizes if size[1] < 2 * max(c.outputs, 32)]
@@ -187,6 +191,15 @@ def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -
     first = (enough or sorted(sizes, key=lambda size: -_tiles(c, size[0], size[1])))[0]
     for pixels, width, row, ahead, *given in (first, *sizes):
         yield _plan(c, pixels, width, row, read, ahead, (given[0], given[1]) if given else WARPS[pixels, width])
+
+
+def _fills(c: Correlation, plan: TilePlan, target: CudaTarget) -> bool:
+    return _tiles(c, plan.pixels, plan.outputs) >= HALF * target.multiprocessors
+
+
+def is_wasteful(channels: int, tile: int) -> bool:
+    """Tell whether tiles of so many channels hold far more than there are, and tiles of half as many do not."""
+    return -(-channels // tile) * tile > WASTE * (-(-channels // (tile // 2)) * (tile // 2))
 
 
 def _tiles(c: Correlation, pixels: int, outputs: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, read_of, with_fallback
+from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, is_wasteful, read_of, with_fallback
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import shared_limit
 from bnfuse.runtime.kernels.cuda.lines import suit
@@ -24,10 +24,10 @@ from bnfuse.runtime.kernels.cuda.weight_sizes import (
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
-# The lists of sizes below are the rule: what comes first is taken. Their order, MANY and LARGE were set by measurement
-# (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
+# The lists of sizes below are the rule: what comes first is taken. Their order, MANY, LARGE and FEW_PIXELS were set by
+# measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
 MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
-LARGE = 1 << 16  # elements of a pointwise weight
+LARGE, FEW_PIXELS = 100_000, 4096  # elements of a weight; pixels that are few for a pointwise one of so many
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 SHARE = 1  # steps that a share takes while it begins and ends
 FEW = 3  # shares are considered even where fewer make enough blocks
@@ -128,20 +128,21 @@ def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[We
     else:
         inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
         half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
-        sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
+        sizes = [(low, half, pixels, 1, low // 32, 2), (outputs, half, pixels, 1, down, 2)]
         sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, inputs, pixels, 1, down, 2)]
         sizes += [(outputs, half, pixels // 2, 2, down, 2)]
         # large tiles read both maps less often: where there are many channels, or enough pixels to share out
-        if c.inputs * c.outputs >= LARGE:
-            sizes.insert(0, sizes[3])
-        elif c.rows > MANY:
+        if c.inputs * c.outputs * c.taps >= LARGE:
+            sizes.insert(0, sizes[1 if c.taps == 1 and c.rows <= FEW_PIXELS else 3])
+        elif c.rows > MANY and not (is_wasteful(c.outputs, outputs) or is_wasteful(c.inputs, inputs)):
             sizes.insert(0, sizes[2])
     for out, inner, chunk, ahead, rows, columns in sizes:
         plan = WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead)
         accumulators = out * inner * (c.taps if read == "halo" else 1) // plan.threads
         blocks = max(1, min(4, REGISTERS // (plan.threads * (accumulators + 80))))
         tile = WeightTile(c, plan, target.precision, False, (0, 0))
-        most = max(-(-first_waves * target.multiprocessors // tile.blocks), FEW)
-        splits = even_splits(tile, target.multiprocessors * blocks, most)
+        places = target.multiprocessors * blocks
+        most = max(-(-max(first_waves * target.multiprocessors, places) // tile.blocks), FEW)
+        splits = even_splits(tile, places, most)
         for count in (splits, min(2 * splits, most_splits(tile))):
             yield dataclasses.replace(plan, min_blocks=blocks, splits=count)
