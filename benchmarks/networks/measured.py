@@ -109,7 +109,7 @@ def networks() -> dict[str, Network]:
     """List them by the names that papers use."""
     torchvision = (
         *("mobilenet_v3_large", "efficientnet_b0", "regnet_y_1_6gf", "shufflenet_v2_x1_0", "inception_v3"),
-        "convnext_tiny",
+        *("convnext_tiny", "resnext50_32x4d"),
     )
     timm = ("cspdarknet53", "res2net50_26w_4s", "ghostnet_100", "vovnet39a", "repvgg_a0", "hrnet_w18_small")
     return {
