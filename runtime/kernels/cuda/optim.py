@@ -1,7 +1,9 @@
 """The update of all parameters on a GPU: the formulas of kernels/common/optim.py in one sweep, at memory speed.
 
-    a block:   its threads walk the buffers together, 8 elements a thread and turn:
+    a block:   its warps walk the buffers together, 256 elements a warp and turn:
                16-byte loads of parameters, gradients and moments, the formula in registers, 16-byte stores
+
+An access of a warp is 512 bytes side by side. A thread has two of them on their way.
 
 At precision fp16 the gradients are those of the loss times the scalar `divisor`, and may have overflowed. Then a
 stage before the update looks at every gradient; where one is not finite nothing is updated, and `finite` becomes 0:
@@ -65,7 +67,8 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
 WIDE = 4  # elements of an access
-EACH = 2 * WIDE  # elements of a thread in a turn; they share a weight decay
+EACH = 2 * WIDE  # elements of a thread in a turn
+RUN = EACH * WARP  # elements of a warp in a turn
 BLOCKS = 8  # for each multiprocessor, at most: chosen by hand
 
 
@@ -97,30 +100,35 @@ def blocks_of(elements: int, target: CudaTarget) -> int:
 
 
 def _sweep(block: Block, elements: int, blocks: int, whole: object, single: object) -> None:
-    """Emit `whole(first)` for each run of 8 elements, then `single(element)` for each of the rest.
-
-    Both are dealt to all threads.
-    """
-    runs, rest = divmod(elements, EACH)
-    own = T.bind(block.x * THREADS + block.tid)
-    threads = blocks * THREADS
-    turns = -(-runs // threads)
+    """Emit `whole(first)` for each warp's run, of which a thread has EACH elements from `first` on, as `_load` finds
+    them, then `single(element)` for each of the rest."""
+    runs, rest = divmod(elements, RUN)
+    warps = blocks * THREADS // WARP
+    turns = -(-runs // warps)
     if turns:
+        own = T.bind(block.x * (THREADS // WARP) + block.warp)
         with T.serial(0, turns) as turn:
-            run = T.bind(turn * threads + own)
-            when(True if runs == turns * threads else run < runs, lambda: whole(run * EACH))  # type: ignore[operator]
+            run = T.bind(turn * warps + own)
+            begin = lambda: whole(run * RUN + block.lane * WIDE)  # type: ignore[operator]  # noqa: E731
+            when(True if runs == turns * warps else run < runs, begin)
     if rest:
-        when(own < rest, lambda: single(runs * EACH + own))  # type: ignore[operator]
+        own = T.bind(block.x * THREADS + block.tid)
+        when(own < rest, lambda: single(runs * RUN + own))  # type: ignore[operator]
+
+
+def _places(first: Expr) -> list[tuple[int, Expr]]:
+    """List the accesses of a thread: its own element, and that of the buffer."""
+    return [(i, first + i * WARP) for i in range(0, EACH, WIDE)]
 
 
 def _load(source: Buffer, first: Expr, into: Buffer) -> None:
-    for i in range(0, EACH, WIDE):
-        T.buffer_store(into, source[T.ramp(first + i, 1, WIDE)], [T.ramp(i, 1, WIDE)])
+    for i, place in _places(first):
+        T.buffer_store(into, source[T.ramp(place, 1, WIDE)], [T.ramp(i, 1, WIDE)])
 
 
 def _store(target: Buffer, first: Expr, values: Buffer) -> None:
-    for i in range(0, EACH, WIDE):
-        T.buffer_store(target, values[T.ramp(i, 1, WIDE)], [T.ramp(first + i, 1, WIDE)])
+    for i, place in _places(first):
+        T.buffer_store(target, values[T.ramp(i, 1, WIDE)], [T.ramp(place, 1, WIDE)])
 
 
 # -- are all gradients finite --------------------------------------------------------------------------------------
@@ -232,14 +240,19 @@ def _own(block: Block, problem: UpdateProblem, index: Expr) -> tuple[Expr, Expr 
 
 
 def _run(block: Block, problem: UpdateProblem, known: Known, first: Expr) -> None:
-    """Update 8 elements from `first` on, in registers."""
+    """Update a thread's elements from `first` on, in registers."""
     state = state_of(problem)
     own = {name: registers(EACH) for name in ("gradients", *state)}
     for name, values in own.items():
         _load(block[name], first, values)
-    decay, rate = _own(block, problem, first // BLOCK)
     emit = update_of(problem, own, known)
-    unrolled(EACH, lambda i: _element(problem, own, known, emit, i, decay, rate))
+    for start, place in _places(first):
+        decay, rate = _own(block, problem, place // BLOCK)
+
+        def element(i: Expr, start: int = start, decay: Expr = decay, rate: Expr | None = rate) -> None:
+            _element(problem, own, known, emit, start + i, decay, rate)
+
+        unrolled(WIDE, element)
     for name in state:
         _store(block[name], first, own[name])
 

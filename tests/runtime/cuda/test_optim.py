@@ -9,7 +9,7 @@ from bnfuse.runtime.kernels.common.optim import Options, adam_problem, lion_prob
 from bnfuse.runtime.kernels.cuda.optim import BLOCKS, EACH, THREADS, accumulate, average, gradient_norm, update
 
 BETAS, EPSILON, LR = (0.9, 0.999), 1e-8, 0.01
-SIZES = [1, 16 * 9 + 5, EACH * THREADS * BLOCKS + 77]  # a rest alone, a part of a block, two turns of all blocks
+SIZES = [1, 16 * 9 + 5, 16 * 37 + 5, EACH * THREADS * BLOCKS + 77]  # rests alone, two warps, two turns of all blocks
 STEPS = 3
 
 
