@@ -32,8 +32,17 @@ from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, width_of
+from bnfuse.runtime.kernels.cuda.weight_group import GroupEmitter
 from bnfuse.runtime.kernels.cuda.weight_plan import weight_plans
-from bnfuse.runtime.kernels.cuda.weight_sizes import Shares, Sized, SlideTile, StripTile, WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_sizes import (
+    GroupTile,
+    Shares,
+    Sized,
+    SlideTile,
+    StripTile,
+    WeightTile,
+    weight_tile_of,
+)
 from bnfuse.runtime.kernels.cuda.weight_slide import SlideEmitter
 from bnfuse.runtime.kernels.cuda.weight_strip import StripEmitter
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
@@ -44,6 +53,12 @@ from bnfuse.runtime.targets.target import CudaTarget
 MERGE_THREADS = 256
 BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most, and
 FEW_PIXELS = 128  # of which it has one: both chosen by hand
+EMITTERS: dict[type, Any] = {
+    SlideTile: SlideEmitter,
+    GroupTile: GroupEmitter,
+    StripTile: StripEmitter,
+    WeightTile: WeightEmitter,
+}
 
 
 def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
@@ -172,8 +187,7 @@ class Stages:
         plan = tile.plan
         launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
         with d.stage(f"{name}_weight", taken, **launch, shared=tile.shared) as block:
-            emitters: dict[type, Any] = {SlideTile: SlideEmitter, StripTile: StripEmitter, WeightTile: WeightEmitter}
-            emitters[type(tile)](block, tile, gradient, source).run()
+            EMITTERS[type(tile)](block, tile, gradient, source).run()
         if tile.is_result:
             return (block.stage,)
         return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile)

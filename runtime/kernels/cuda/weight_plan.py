@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, is_wasteful, read_of, with_fallback
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import shared_limit
 from bnfuse.runtime.kernels.cuda.lines import suit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import (
+    GroupPlan,
+    GroupTile,
     Plan,
     Shares,
     SlidePlan,
@@ -32,6 +35,8 @@ PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 SHARE = 1  # steps that a share takes while it begins and ends
 FEW = 3  # shares are considered even where fewer make enough blocks
 MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the registers
+FEW_CHANNELS = 32  # of either side: products of warpgroups have 64
+GRADIENT_COST = 2  # of a channel of dy, which is made of two maps, where one of x is 1
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
 
@@ -43,6 +48,7 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
     if fits:
         yield from sliding
     yield from _strip_plans(c, target, operands)
+    yield from _group_plans(c, target, operands)
     yield from _warp_plans(c, target, operands)
     if not fits:
         yield from sliding
@@ -59,6 +65,40 @@ def _slide_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         splits = even_splits(one, target.multiprocessors, target.multiprocessors)
         plan = dataclasses.replace(one.plan, splits=splits)
         if weight_tile_of(c, plan, target.precision, *operands).shared <= shared_limit(target.architecture):
+            yield plan
+
+
+def _group_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[GroupPlan]:
+    """Yield the plans of tiles of a tap with products of warpgroups: 1x1 windows, and those that move by strides."""
+    copies = all(can_ring(operand, target.precision) for operand in operands)
+    many = min(c.outputs, c.inputs) > FEW_CHANNELS and read_of(c, forward=True) == "gather"
+    if not (target.has_wgmma and copies and many):
+        return
+    down = 1 if c.outputs <= wgmma.ROWS else 2
+    sizes_of_x = (256, 192, 128, 64) if down == 2 else (256, 128, 64)
+    widths = [n for n in sizes_of_x if n == 64 or n - 64 < c.inputs]
+
+    def cost(width: int) -> int:
+        return -(-c.inputs // width) * (width + GRADIENT_COST * down * wgmma.ROWS)
+
+    wide = min(widths, key=cost)
+    sizes = [(wide, 64, 2), (wide, 32, 3), (min(wide, 128), 32, 3), (min(wide, 128), 64, 2)]
+    seen: set[GroupPlan] = set()
+    for inputs, pixels, ahead in sizes:
+        groups = down, 2 if down == 1 and inputs > 64 else 1
+        plan = GroupPlan(groups, inputs, pixels, 1, ahead, 1)
+        tile = weight_tile_of(c, plan, target.precision, *operands)
+        assert isinstance(tile, GroupTile)
+        # a thread's sums, and what else it holds
+        held = plan.threads * (inputs // groups[1] // 2 + 64)
+        blocks = min(shared_limit(target.architecture) // (tile.shared + 1024), REGISTERS // held, 2)
+        if not blocks:
+            continue
+        places = target.multiprocessors * blocks
+        splits = even_splits(tile, places, max(-(-places // tile.blocks), FEW))
+        plan = dataclasses.replace(plan, min_blocks=blocks, splits=splits)
+        if plan not in seen:
+            seen.add(plan)
             yield plan
 
 

@@ -56,6 +56,33 @@ class SlidePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupPlan:
+    """Groups of four warps along both channels: 64 outputs each, `inputs` in equal parts, 64 or more (weight_group.py).
+
+    `pixels` a chunk, of a tap; `splits` shares of the pixels.
+    """
+
+    groups: tuple[int, int]
+    inputs: int
+    pixels: int
+    splits: int
+    ahead: int
+    min_blocks: int
+
+    read: ClassVar[str] = "gather"
+
+    @property
+    def outputs(self) -> int:
+        """Count the output channels."""
+        return self.groups[0] * wgmma.ROWS
+
+    @property
+    def threads(self) -> int:
+        """Count the threads of a block."""
+        return self.groups[0] * self.groups[1] * wgmma.GROUP
+
+
+@dataclasses.dataclass(frozen=True)
 class StripPlan:
     """`outputs` by `inputs`, all columns of the flat window; an output row, `pixels`, a chunk (weight_strip.py).
 
@@ -84,7 +111,7 @@ class Shares:
     """How a weight gradient and the pixels that it sums over are cut up, by the (forward) correlation and the plan."""
 
     correlation: Correlation
-    plan: WeightPlan | SlidePlan | StripPlan
+    plan: WeightPlan | SlidePlan | GroupPlan | StripPlan
     precision: str
 
     @property
@@ -313,6 +340,71 @@ class SlideTile(Shares):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupTile(Shares):
+    """Sizes of a tile whose products are those of warpgroups, each with 64 outputs.
+
+    In shared memory lie x, [buffer][64 channels][pixel], dy likewise, further maps of dy and of x, as the threads
+    bring them, and the coefficients of the tile's channels.
+    """
+
+    plan: GroupPlan
+    further: tuple[int, int]  # maps of dy's and of x's operand beside the first
+    vectors: tuple[int, int]  # of coefficients
+
+    row_bytes: ClassVar[int] = wgmma.ROW_BYTES
+
+    @property
+    def ahead(self) -> int:
+        """Count the steps whose copies are on their way at a time."""
+        return min(self.plan.ahead, self.share)
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Count the steps of dy and of x: one is read while `ahead` are filled, and products may still read x of the
+        one before."""
+        return self.ahead + 1, self.ahead + 2
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Count the bytes of 64 channels of a step's pixels."""
+        return self.plan.pixels * self.row_bytes
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Count the 64 channels of dy and of x."""
+        width = self.row_bytes // 2
+        return self.plan.outputs // width, self.plan.inputs // width
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Count the bytes of a step of one map of dy, and of x."""
+        outputs, inputs = self.columns
+        return outputs * self.chunk_bytes, inputs * self.chunk_bytes
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Give the byte offsets of dy and of x."""
+        return self.buffers[1] * self.bytes[1], 0
+
+    @property
+    def own_at(self) -> tuple[int, int]:
+        """Give the byte offsets of dy's and of x's further maps: [step][map][pass][thread]."""
+        first = self.at[0] + self.buffers[0] * self.bytes[0]
+        return first, first + self.ahead * self.further[0] * self.bytes[0]
+
+    @property
+    def coefficients_at(self) -> tuple[int, int]:
+        """Give the byte offsets of the coefficients of dy and of x: [vector][channel]."""
+        first = self.own_at[1] + self.ahead * self.further[1] * self.bytes[1]
+        return first, first + self.vectors[0] * self.plan.outputs * 4
+
+    @property
+    def shared(self) -> int:
+        """Count the bytes of shared memory."""
+        return self.coefficients_at[1] + self.vectors[1] * self.plan.inputs * 4
+
+
+@dataclasses.dataclass(frozen=True)
 class StripTile(Shares):
     """Sizes of a tile of output rows. In shared memory lie `buffers` of dy's, the lines of x under each, and the places
     that threads have for dy's further maps."""
@@ -387,15 +479,18 @@ class StripTile(Shares):
         return self.blocks * super().shares, 1, 1
 
 
-Plan = WeightPlan | SlidePlan | StripPlan
-Sized = WeightTile | SlideTile | StripTile
+Plan = WeightPlan | SlidePlan | GroupPlan | StripPlan
+Sized = WeightTile | SlideTile | GroupTile | StripTile
 
 
 def weight_tile_of(c: Correlation, plan: Plan, precision: str, gradient: Operand, source: Operand) -> Sized:
     """Size the tile of a plan. Vectors are copied asynchronously where both operands allow (operand.py)."""
     further = len(gradient.streamed) - 1, len(source.streamed) - 1
+    vectors = len(gradient.vectors), len(source.vectors)
     if isinstance(plan, SlidePlan):
-        return SlideTile(c, plan, precision, further, (len(gradient.vectors), len(source.vectors)))
+        return SlideTile(c, plan, precision, further, vectors)
+    if isinstance(plan, GroupPlan):
+        return GroupTile(c, plan, precision, further, vectors)
     if isinstance(plan, StripPlan):
         return StripTile(c, plan, precision, further[0])
     ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)

@@ -33,7 +33,7 @@ from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, swizzled
 from bnfuse.runtime.kernels.cuda.weight_sizes import SlideTile
-from bnfuse.runtime.kernels.cuda.weight_tile import PixelOf, Rows, place_of
+from bnfuse.runtime.kernels.cuda.weight_tile import PixelOf, Rows, place_of, put_pair
 
 SIGNS = (0x9988, 0xBBAA)  # for prmt: the signs of bytes 0 and 1, and of 2 and 3, each over 16 bits
 WORDS = 4  # of A
@@ -304,11 +304,9 @@ class SlideEmitter:
 
                     def column(j: Expr, tap: int = tap) -> None:
                         inner = T.bind(self.first_input + j * 8 + lane % 4 * 2)
-                        for k in range(2):
-                            value = self.acc[(tap * (plan.inputs // 8) + j) * 4 + half * 2 + k]
-                            inside = d.below(inner + k, c.inputs, c.inputs % plan.inputs == 0)
-                            put = partial(d.put, partials, (row + tap) * c.inputs + inner + k, value)
-                            d.when(inside, put)
+                        at = (tap * (plan.inputs // 8) + j) * 4 + half * 2
+                        index = (row + tap) * c.inputs + inner
+                        put_pair(partials, index, self.acc, at, inner, c.inputs, c.inputs % plan.inputs == 0)
 
                     d.unrolled(plan.inputs // 8, column)
 

@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.correlation import FlatView
+from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, element_size, flat_elements, swizzled
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile
@@ -143,29 +143,14 @@ class WeightEmitter:
 
         return around if self.plan.read == "halo" else lambda row: self.gathered(first + row)
 
-    def coordinates(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """Find the image's first source pixel, and the source row and column of the first tap, of a pixel of dy.
-
-        The last value is whether there is such a pixel.
-        """
-        v, h = self.c.vertical, self.c.horizontal
-        image, rest = T.bind(row // (v.rows * h.rows)), T.bind(row % (v.rows * h.rows))
-        y, x = rest // h.rows * v.mult + v.phases[0].base, rest % h.rows * h.mult + h.phases[0].base
-        return image * (v.source * h.source), y, x, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
-
     def gathered(self, row: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pixel `row` of dy and the block's tap, and whether it exists."""
-        if self.c.is_pointwise:
-            return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
-        v, h = self.c.vertical, self.c.horizontal
-        image, y, x, valid = self.coordinates(row)
-        y = T.bind(y + self.tap // h.window * v.step)
-        x = T.bind(x + self.tap % h.window * h.step)
-        return image + y * h.source + x, d.all_of(valid, d.within(y, v.source), d.within(x, h.source))
+        return gathered(self.c, self.tap, row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0))
 
     def flat_elements(self, row: Expr, own: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
         """Find the elements that this thread brings of the flat row of pixel `row` (operand.py)."""
-        image, y, x, valid = self.coordinates(row)
+        image, y, x = coordinates(self.c, row)
+        valid = d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
         first = T.bind(self.first_input + self.source.lane * self.source.width)
         return flat_elements(self.flat, first, image, y, x, d.all_of(own, valid), self.group)
 
@@ -330,11 +315,8 @@ class WeightEmitter:
                         inner = T.bind(inner + lane % 4 * 2)
                         own = self.tap if plan.read == "gather" else tap
                         at = (i * self.columns + tap * self.fragments[1] + j) * 4 + half * 2
-                        for k in range(2):
-                            index = (row * taps + own) * depth + inner + k
-                            value = self.acc[at + k]
-                            inside = d.below(inner + k, depth, depth % plan.inputs == 0)
-                            d.when(inside, partial(d.put, partials, index, value))
+                        index = (row * taps + own) * depth + inner
+                        put_pair(partials, index, self.acc, at, inner, depth, depth % plan.inputs == 0)
 
                     for tap in range(self.tile.taps):
                         d.unrolled(self.fragments[1], partial(column, tap=tap))
@@ -342,6 +324,38 @@ class WeightEmitter:
                 d.when(d.below(output, c.outputs, c.outputs % plan.outputs == 0), rows)
 
         d.unrolled(self.fragments[0], fragment)
+
+
+def coordinates(c: Correlation, row: Expr) -> tuple[Expr, Expr, Expr]:
+    """Find the image's first source pixel, and the source row and column of the first tap, of a pixel of dy."""
+    v, h = c.vertical, c.horizontal
+    image, rest = T.bind(row // (v.rows * h.rows)), T.bind(row % (v.rows * h.rows))
+    y, x = rest // h.rows * v.mult + v.phases[0].base, rest % h.rows * h.mult + h.phases[0].base
+    return image * (v.source * h.source), y, x
+
+
+def gathered(c: Correlation, tap: Expr, row: Expr, exists: Expr) -> tuple[Expr, Expr]:
+    """Find the source pixel of pixel `row` of dy (if it `exists`) and a tap, and whether there is one."""
+    if c.is_pointwise:
+        return row, exists
+    v, h = c.vertical, c.horizontal
+    image, y, x = coordinates(c, row)
+    y = T.bind(y + tap // h.window * v.step)
+    x = T.bind(x + tap % h.window * h.step)
+    return image + y * h.source + x, d.all_of(exists, d.within(y, v.source), d.within(x, h.source))
+
+
+def put_pair(partials: Buffer, index: Expr, acc: Buffer, at: Expr, inner: Expr, depth: int, whole: bool) -> None:
+    """Store two neighbouring sums, of column `inner` and the next of `depth`: at once where rows have an even number.
+
+    `whole`: there are both.
+    """
+    if depth % 2 == 0:
+        pair = acc[T.ramp(at, 1, 2)]
+        d.when(d.below(inner, depth, whole), lambda: T.buffer_store(partials, pair, [T.ramp(index, 1, 2)]))
+        return
+    for k in range(2):
+        d.when(d.below(inner + k, depth, whole), partial(d.put, partials, index + k, acc[at + k]))
 
 
 def place_of(first: Expr, rows: Rows, group: Expr, total: int, tile: int) -> tuple[Expr, Expr | None]:

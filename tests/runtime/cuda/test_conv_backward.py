@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnfuse.runtime.kernels.cuda.conv_backward import choices, conv_backward
-from bnfuse.runtime.kernels.cuda.weight_sizes import SlidePlan, StripPlan
+from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan, SlidePlan, StripPlan
 from bnfuse.runtime.kernels.kernel import Choice
 
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -202,6 +202,51 @@ def test_tiles_that_slide(case, splits):
 
 def test_a_tile_that_slides_in_fp16():
     check(SLIDING["ragged"], "fp16", Choice("tile", (None, sliding(SLIDING["ragged"], "fp16"))))
+
+
+GROUPED = {
+    "ragged": CudaCase(WEIGHT, 2, 9, 7, 70, 134, slots=8),
+    "odd": CudaCase("NormalizeReluConvGradWeight", 1, 6, 7, 34, 38, slots=2),
+    "even-shares": CudaCase("ConvGradWeight", 6, 8, 8, 64, 64),  # no pixel needs a mask; more steps than buffers
+    "exact-and-wide": CudaCase(WEIGHT, 6, 8, 8, 256, 128),
+    "strided": CudaCase(WEIGHT, 3, 9, 11, 40, 66, (1, 1), (2, 2), slots=8),
+    "three-columns": CudaCase(WEIGHT, 2, 9, 7, 150, 72),
+    "strided-3x3": CudaCase(WEIGHT, 2, 9, 10, 300, 40, (3, 3), (2, 2), (1,) * 4),
+    "plain-3x3": CudaCase("ConvGradWeight", 3, 13, 8, 40, 40, (3, 3), (2, 1), (1, 0, 1, 2)),
+    "dilated": CudaCase(WEIGHT, 2, 9, 11, 40, 40, (2, 3), (2, 1), (0, 1, 1, 0), (1, 2)),
+    "gated": CudaCase("GateGradBatchNormGradNormalizeReluGateConvGradWeight", 3, 9, 8, 40, 40, slots=8),
+    "gated-3x3": CudaCase("NormalizeReluGateConvGradWeight", 3, 9, 8, 40, 40, (3, 3), (2, 2), (1,) * 4),
+    "groups": CudaCase(WEIGHT, 2, 6, 7, 2 * 42, 2 * 70, (3, 3), (2, 2), (1,) * 4, group=2, slots=8),
+    "one-pixel": CudaCase(WEIGHT, 1, 1, 1, 72, 80),
+    "several-maps": CudaCase("BatchNormGradReluGradNormalizeAddNormalizedConvGradWeight", 2, 9, 8, 72, 40),
+}
+
+
+def grouped(case, precision):
+    """One of each size, in one share."""
+    offered = choices(dataclasses.replace(case, dtype=MAPS[precision]).problem(), gpu(precision))
+    plans = [choice.plan[1] for choice in offered]
+    found = [plan for plan in plans if isinstance(plan, GroupPlan)]
+    assert found and plans[: len(found)] == found
+    return list(dict.fromkeys(dataclasses.replace(plan, splits=1, min_blocks=1) for plan in found))
+
+
+@pytest.mark.parametrize("case", GROUPED.values(), ids=list(GROUPED))
+def test_tiles_of_warpgroups(case):
+    for plan, splits in zip(grouped(case, "bf16"), (2, 1, 3, 1), strict=False):
+        check(case, "bf16", Choice("tile", (None, dataclasses.replace(plan, splits=splits))))
+
+
+@pytest.mark.parametrize("name", ["ragged", "strided-3x3"])
+def test_tiles_of_warpgroups_in_fp16(name):
+    check(GROUPED[name], "fp16", Choice("tile", (None, grouped(GROUPED[name], "fp16")[0])))
+
+
+def test_tiles_of_warpgroups_need_products_of_warpgroups_and_channels_that_fill_them():
+    case = GROUPED["ragged"]
+    for unfit, arch in ((case, "sm_80"), (dataclasses.replace(case, cin=32), "sm_90")):
+        offered = choices(dataclasses.replace(unfit, dtype="bfloat16").problem(), gpu("bf16", arch))
+        assert not any(isinstance(choice.plan[1], GroupPlan) for choice in offered)
 
 
 STRIPS = {

@@ -8,9 +8,10 @@ import pytest
 from cuda_conv import CudaCase
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu
 
+from bnfuse.runtime.kernels.cuda.compile import compile_cuda, compiled_as, cuda_source, resources
 from bnfuse.runtime.kernels.cuda.conv_backward import choices, conv_backward
 from bnfuse.runtime.kernels.cuda.conv_forward import conv_forward
-from bnfuse.runtime.kernels.cuda.weight_sizes import SlidePlan, StripPlan
+from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan, SlidePlan, StripPlan
 
 FORWARD = "NormalizeReluConvStatistics"
 BACKWARD = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -48,6 +49,27 @@ def test_weight_gradients_have_no_spills(name, op):
     plan = next(plan for plan in offered if isinstance(plan[1], SlidePlan | StripPlan))
     kernel = conv_backward(case.problem(), target, "tile", plan)
     assert_no_spills(kernel)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CudaCase(WEIGHT, BATCH, 14, 14, 1024, 256, dtype="bfloat16"),
+        CudaCase(WEIGHT, BATCH, 14, 14, 512, 512, (3, 3), (2, 2), (1,) * 4, dtype="bfloat16"),
+        CudaCase(WEIGHT, BATCH, 56, 56, 256, 64, dtype="bfloat16"),
+    ],
+    ids=["1x1", "3x3", "64-outputs"],
+)
+def test_weight_gradients_of_warpgroups_have_no_spills(case):
+    """Nor does ptxas let a product wait for the one before."""
+    target = gpu("bf16", "sm_90", MULTIPROCESSORS)
+    offered = [choice.plan for choice in choices(case.problem(), target) if isinstance(choice.plan[1], GroupPlan)]
+    assert len(offered) > 1
+    for plan in offered:
+        made = conv_backward(case.problem(), target, "tile", plan)
+        _, log = compile_cuda(cuda_source(made.build()[:1], "sm_90"), compiled_as("sm_90"))
+        (found,) = resources(log).values()
+        assert (found["spills"], found["stack"]) == (0, 0) and "serialized" not in log
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -9,6 +9,7 @@ from cuda_conv import CudaCase
 from cuda_kernels import gpu
 
 from bnfuse.runtime.kernels.cuda.conv_backward import choices
+from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan
 
 OP = "BatchNormGradNormalizeReluConvGradReluGradReduce"
 LAYER = CudaCase(OP, 64, 14, 14, 256, 1024, (1, 1), dtype="bfloat16")
@@ -21,6 +22,42 @@ def plans(case: CudaCase, arch: str = "sm_90"):
 
 
 @pytest.mark.parametrize(
+    ("case", "splits"),
+    [
+        (LAYER, 16),  # of 8 tiles: 128 blocks for 132 places; 17 shares were 136
+        (dataclasses.replace(LAYER, h=7, w=7, cin=512, cout=2048), 4),  # of 32
+        (STRIDED, 7),  # of 18
+        (dataclasses.replace(STRIDED, cin=512, cout=512), 3),  # of 72: two rounds
+    ],
+    ids=["8 tiles", "32 tiles", "18 tiles", "72 tiles"],
+)
+def test_the_last_block_ends_first(case, splits):
+    first, *_ = plans(case)
+    assert isinstance(first, GroupPlan)
+    assert (first.outputs, first.inputs, first.min_blocks, first.splits) == (128, 256, 1, splits)
+
+
+@pytest.mark.parametrize(
+    ("cin", "cout", "groups", "inputs"),
+    [
+        (224, 128, (2, 1), 256),
+        (320, 128, (2, 1), 192),  # twice, where 256 twice were 512
+        (144, 192, (2, 1), 192),
+        (96, 128, (2, 1), 128),
+        (64, 256, (2, 1), 64),
+        (256, 64, (1, 2), 256),  # both groups have the same outputs
+        (64, 64, (1, 1), 64),
+    ],
+)
+def test_dy_is_brought_for_as_many_inputs_as_there_are(cin, cout, groups, inputs):
+    found = plans(dataclasses.replace(LAYER, cin=cin, cout=cout))
+    first = found[0]
+    assert (first.groups, first.inputs, first.pixels) == (groups, inputs, 64)
+    sizes = [(plan.inputs, plan.pixels) for plan in found if isinstance(plan, GroupPlan)]
+    assert len(set(sizes)) == len(sizes) == (4 if inputs > 128 else 2)
+
+
+@pytest.mark.parametrize(
     ("case", "splits", "also"),
     [
         (LAYER, 16, 32),  # of 16 tiles: 256 blocks for 264 places; 17 shares were 272
@@ -29,8 +66,8 @@ def plans(case: CudaCase, arch: str = "sm_90"):
     ],
     ids=["16 tiles", "36 tiles", "144 tiles"],
 )
-def test_the_last_block_ends_first(case, splits, also):
-    first, second, *_ = plans(case)
+def test_with_products_of_warps_too(case, splits, also):
+    first, second, *_ = plans(case, "sm_80")
     assert (first.outputs, first.inputs, first.min_blocks, first.splits) == (128, 128, 2, splits)
     assert second.splits == also  # what tuning tries beside it
 

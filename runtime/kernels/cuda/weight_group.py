@@ -1,0 +1,287 @@
+"""The matrix product inside the weight gradient of 1x1 windows and of gathered taps, by warpgroups.
+
+    dweight[o, tap, c] = sum over pixels of  dy[pixel, o] * x[pixel(tap), c]
+
+A block has a tile of output by input channels of one tap, and a share of the pixels:
+
+    for each step, a chunk of its pixels:
+        barrier                                   dy and x of the step are there
+        dy of 16 pixels: shared -> registers, read across; times x, straight from shared memory (wgmma.py)
+            which runs on while copies of later steps begin
+            and the next step's dy and x go through the prologues, in shared memory (operand.py)
+    accumulators -> a row of `weight_partials` of its share
+
+dy and x lie as products read them: 64 channels of all pixels, a row of 128 bytes a pixel, then the next 64. A thread
+has the same few pixels of every 64 channels, so that it looks for each pixel's place once, and what it does to one 64
+differs by constants from what it does to the next. Coefficients of the channels are in shared memory from the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda import wgmma
+from bnfuse.runtime.kernels.cuda.device import Block, Expr
+from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of
+from bnfuse.runtime.kernels.cuda.weight_sizes import GroupTile
+from bnfuse.runtime.kernels.cuda.weight_slide import place
+from bnfuse.runtime.kernels.cuda.weight_tile import gathered, put_pair
+
+LANES = chunks_of(wgmma.ROW_BYTES)
+COLUMN = wgmma.ROW_BYTES // 2  # channels
+WORDS = 4  # of A
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """dy or x, as this thread brings it."""
+
+    loader: Loader
+    columns: int  # 64 channels each
+    first: Expr  # channel of the tile, in its group
+    channel: Expr  # this thread's first, in the whole map
+    left: Expr | None  # how many of the group there are from there on (None: enough)
+    total: int  # channels of a group
+    at: int  # bytes, here and below
+    bytes: int
+    own_at: int
+    coefficients_at: int
+    buffers: int
+    further: int
+
+    def left_at(self, column: int) -> Expr | None:
+        """Count the channels there are from the thread's first of a column on."""
+        return None if self.left is None else self.left - column * COLUMN
+
+
+class GroupEmitter:
+    """The stage under construction."""
+
+    def __init__(self, block: Block, tile: GroupTile, gradient: Operand, source: Operand) -> None:
+        self.block, self.tile, self.plan, self.c = block, tile, tile.plan, tile.correlation
+        plan, c = self.plan, self.c
+        outputs, inputs = tile.tiles
+        self.shared = d.shared_memory(tile.shared, wgmma.ALIGN)
+        self.store, self.floats = self.shared.view("uint32"), self.shared.view("float32")
+        self.tap: Expr
+        self.group: Expr
+        rest: Expr = block.x
+        first_input, rest = T.bind(rest % inputs * plan.inputs), rest // inputs
+        self.tap, rest = (T.bind(rest % c.taps), rest // c.taps) if c.taps > 1 else (0, rest)
+        first_output, rest = T.bind(rest % outputs * plan.outputs), rest // outputs
+        self.group, rest = (T.bind(rest % c.groups), rest // c.groups) if c.groups > 1 else (0, rest)
+        self.split = T.bind(rest)
+        self.lane, self.row = block.tid % LANES, T.bind(block.tid // LANES)
+        self.stride = plan.threads // LANES  # rows that all threads bring at a time
+        self.rows = plan.pixels // self.stride
+        self.first = T.bind(self.split * (tile.share * plan.pixels) + self.row)  # pixel of this thread
+        self.gradient = self.side(0, gradient, first_output, c.outputs, plan.outputs)
+        self.source = self.side(1, source, first_input, c.inputs, plan.inputs)
+        self.exact = c.rows == tile.shares * tile.share * plan.pixels
+        # where a pixel or its tap does not exist one side has to be zeros, whatever the other is: those that were
+        # copied, or else those that are put there
+        kept = any(side.loader.operand.plan.keeps_zero for side in (self.gradient, self.source))
+        self.cleared = (
+            None if kept or (self.exact and c.is_pointwise) else min(self.sides, key=lambda side: side.columns)
+        )
+        self.inside = d.registers(1, "uint32")  # bits: which of the thread's pixels exist, the latest step's last
+        warpgroup = d.of_warp(block.tid // wgmma.GROUP)
+        self.down, self.across = T.bind(warpgroup // plan.groups[1]), T.bind(warpgroup % plan.groups[1])
+        self.width = plan.inputs // plan.groups[1]  # of a product
+        self.acc = d.registers(self.width // 2)
+        self.left = d.registers(plan.pixels // wgmma.DEPTH * WORDS, "uint32")
+
+    def side(self, which: int, operand: Operand, first: Expr, total: int, width: int) -> Side:
+        """Find what this thread brings of dy, 0, or of x, 1: a tile of `width` channels, of `total` of a group."""
+        tile = self.tile
+        loader = Loader.make(operand, self.block, tile.precision, 1, self.shared)
+        inner = T.bind(first + self.lane * loader.width)
+        channel = T.bind(self.group * total + inner)
+        left = None if total % width == 0 else T.bind(total - inner)
+        sizes = (tile.at, tile.bytes, tile.own_at, tile.coefficients_at, tile.buffers, tile.further)
+        return Side(loader, tile.columns[which], first, channel, left, total, *(size[which] for size in sizes))
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Give dy and x."""
+        return self.gradient, self.source
+
+    def run(self) -> None:
+        """Emit the loop over the chunks of the block's share, then the store of its partials."""
+        # the last share has all of its steps, too, of zeros: where a loop may be run no time at all, ptxas lets each
+        # product wait for the one before
+        steps, ahead = self.tile.share, self.tile.ahead
+        with T.serial(0, self.width // 2, unroll=True) as i:
+            d.put(self.acc, i, T.float32(0))
+        d.put(self.inside, 0, T.uint32(0))
+        for step in range(ahead):
+            self.make_room()
+            self.fill(step)
+            d.commit()
+        for side in self.sides:
+            self.keep_coefficients(side)
+        d.wait(ahead - 1)
+        d.sync()
+        self.finish(0)
+        wgmma.publish()
+        with T.serial(0, steps) as step:
+            d.sync()
+            self.begin_products(step)
+            self.make_room()
+            d.when(step + ahead < steps, lambda: self.fill(step + ahead))
+            d.commit()
+            d.wait(ahead - 1)
+            wgmma.wait(1)  # the first part of this step, whose registers the next step loads
+            d.when(step + 1 < steps, lambda: self.finish(step + 1))
+            wgmma.publish()
+        wgmma.wait()
+        self.close()
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def keep_coefficients(self, side: Side) -> None:
+        """Bring the coefficients of the tile's channels to shared memory; zeros beyond the last channel."""
+        width = side.columns * COLUMN
+        for n, name in enumerate(side.loader.coefficients):
+
+            def bring(i: Expr, at: int = side.coefficients_at // 4 + n * width, name: str = name) -> None:
+                channel = T.bind(side.first + i)
+                value = self.block[name][self.group * side.total + channel]
+                exists = d.below(channel, side.total, side.left is None)
+                d.put(self.floats, at + i, value if exists is True else tirx.if_then_else(exists, value, T.float32(0)))
+
+            self.block.each(width, bring)
+
+    def slot(self, side: Side, step: Expr, column: int, row: int) -> Slot:
+        """Find the places of this thread's vector of 64 channels of a pixel of the step."""
+        moved = column * self.tile.chunk_bytes + row * self.stride * self.tile.row_bytes
+        at = T.bind(side.at + step % side.buffers * side.bytes + place(self.row, self.lane))
+        own = T.bind(
+            side.own_at + step % self.tile.ahead * (side.further * side.bytes) + self.block.tid * d.VECTOR_BYTES
+        )
+        turn = column * self.rows + row
+        return Slot(at + moved, own + turn * self.plan.threads * d.VECTOR_BYTES, side.bytes)
+
+    def pixel(self, step: Expr, row: int) -> tuple[Expr, Expr]:
+        """Find this thread's pixel of dy, and whether it exists."""
+        pixel = T.bind(self.first + step * self.plan.pixels + row * self.stride)
+        return pixel, d.below(pixel, self.c.rows, self.exact)
+
+    def make_room(self) -> None:
+        """Move the bits of the steps before."""
+        if self.cleared is not None:
+            d.put(self.inside, 0, self.inside[0] << T.uint32(self.rows))
+
+    def fill(self, step: Expr) -> None:
+        """Start bringing dy and x of a step."""
+        for row in range(self.rows):
+            pixel, exists = self.pixel(step, row)
+            found, valid = gathered(self.c, self.tap, pixel, exists)
+            held = d.registers(1, "int32")
+            d.put(held, 0, found)
+            if self.cleared is not None:
+                bit = tirx.Select(valid, T.uint32(1 << row), T.uint32(0))
+                d.put(self.inside, 0, tirx.bitwise_or(self.inside[0], bit))
+                valid = self.is_inside(row)
+            self.copy(self.gradient, step, row, pixel, valid)
+            self.copy(self.source, step, row, held[0], valid)
+
+    def copy(self, side: Side, step: Expr, row: int, pixel: Expr, valid: Expr) -> None:
+        """Start bringing all this thread has of a pixel."""
+        for column in range(side.columns):
+            slot, channel = self.slot(side, step, column, row), side.channel + column * COLUMN
+            side.loader.copy(slot, pixel, channel, valid, side.left_at(column))
+
+    def is_inside(self, bit: int) -> Expr:
+        """Tell whether a pixel exists, and its tap."""
+        return tirx.bitwise_and(self.inside[0], T.uint32(1 << bit)) != T.uint32(0)
+
+    def finish(self, step: Expr) -> None:
+        """Take dy and x of a step through the prologues."""
+        for side in self.sides:
+            self.finish_side(side, step)
+
+    def finish_side(self, side: Side, step: Expr) -> None:
+        """Take one of them through its prologue."""
+        loader = side.loader
+        if loader.is_plain:
+            return
+        for column in range(side.columns):
+            self.load_coefficients(side, column)
+            channel, left = side.channel + column * COLUMN, side.left_at(column)
+            for row in range(self.rows):
+                slot = self.slot(side, step, column, row)
+                pixel, exists = self.pixel(step, row) if loader.needs_pixels else (0, True)
+                if loader.needs_pixels and side is self.source:
+                    pixel, exists = gathered(self.c, self.tap, pixel, exists)
+                made = loader.take(slot, pixel, channel, exists, left)
+                if side is self.cleared:
+                    filled_since = (self.tile.ahead - 1) * self.rows  # bits
+                    valid = self.is_inside(filled_since + row)
+                    for word in range(loader.words):
+                        d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
+                span = T.ramp(0, 1, loader.words)
+                T.buffer_store(self.store, made[span], [T.ramp(slot.place // 4, 1, loader.words)])
+
+    def load_coefficients(self, side: Side, column: int) -> None:
+        """Load the coefficients of the thread's channels."""
+        width = side.loader.width
+        for n, held in enumerate(side.loader.coefficients.values()):
+            first = side.coefficients_at // 4 + (n * side.columns + column) * COLUMN + self.lane * width
+            for i in range(0, width, 4):
+                T.buffer_store(held, self.floats[T.ramp(first + i, 1, 4)], [T.ramp(i, 1, 4)])
+
+    # -- multiplying -----------------------------------------------------------------------------------------------
+
+    def begin_products(self, step: Expr) -> None:
+        """Begin the products of a step."""
+        tile, lane = self.tile, self.block.lane
+        gradient = self.gradient.at + step % self.gradient.buffers * self.gradient.bytes + self.down * tile.chunk_bytes
+        chunk = self.block.warp % 4 * 2 + lane // 8 % 2
+        row = lane // 16 * 8 + lane % 8
+        address = T.bind(self.shared.address + tirx.Cast("uint32", gradient + place(row, chunk)))
+        source = self.source.at + step % self.source.buffers * self.source.bytes
+        source += self.across * (self.width // COLUMN * tile.chunk_bytes)
+        right = T.bind(wgmma.across_rows(self.shared.address + tirx.Cast("uint32", source), tile.chunk_bytes))
+        deep = wgmma.DEPTH * tile.row_bytes  # bytes of a product's pixels
+        products = range(self.plan.pixels // wgmma.DEPTH)
+        first, second = products[:1], products[1:]
+        # the second part's dy is loaded while the first is multiplied; what is done between two steps hides behind it
+        for part in (first, second):
+            for k in part:
+                d.ldmatrix(self.left, k * WORDS, address + T.uint32(k * deep), transposed=True)
+            wgmma.fence()
+            for k in part:
+                left = [self.left[k * WORDS + i] for i in range(WORDS)]
+                own = right + T.uint64(k * deep >> 4)
+                wgmma.multiply(tile.precision, self.acc, 0, self.width, left, own, across=(False, True))
+            wgmma.commit()
+            if part is first:
+                wgmma.wait(1)  # the step before, whose registers are loaded next
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write the accumulators to partials [share][output][tap][input], or where they are the result."""
+        c, plan, lane = self.c, self.plan, self.block.lane
+        partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
+        first = T.bind(self.source.first + self.across * self.width + lane % 4 * 2)
+        for half in range(2):
+            output = self.down * wgmma.ROWS + self.block.warp % 4 * 16 + half * 8 + lane // 4
+            output = T.bind(self.gradient.first + output)
+
+            def row(output: Expr = output, half: int = half) -> None:
+                row = (self.split * c.groups + self.group) * c.outputs + output
+                start = T.bind((row * c.taps + self.tap) * c.inputs)
+
+                def column(j: Expr) -> None:
+                    inner, at = first + j * 8, j * 4 + half * 2
+                    put_pair(partials, start + inner, self.acc, at, inner, c.inputs, c.inputs % plan.inputs == 0)
+
+                d.unrolled(self.width // 8, column)
+
+            d.when(d.below(output, c.outputs, c.outputs % plan.outputs == 0), row)
