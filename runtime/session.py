@@ -276,10 +276,10 @@ class Step(Hosted, Results, Together, Updating):
         paired(self._evaluated_names(first), data)
         if not all(map(lies_on_host, data)):
             return self._evaluated(first, data, ema)  # it says what its batch must be
-        arrays = [np.asarray(first.evaluate.to_host(array, f"data input {place}")) for place, array in enumerate(data)]
+        arrays = [np.asarray(first.train.to_host(array, f"data input {place}")) for place, array in enumerate(data)]
         if not arrays or not rows_of(arrays) or any(array.shape[:1] != arrays[0].shape[:1] for array in arrays):
             return self._evaluated(first, data, ema)  # it says what is wrong with them
-        (logits,) = first.evaluate.program.outputs.values()
+        (logits,) = first.evaluation.outputs.values()
         if logits.shape[:1] != (first.batch,):
             raise BnfuseError(
                 f"the logits are {list(logits.shape)}, which is no row for each sample: give a batch of "
@@ -288,12 +288,12 @@ class Step(Hosted, Results, Together, Updating):
         return np.concatenate([self._evaluated(size, part, ema)[:rows] for size, part, rows in self._sizes.cut(arrays)])
 
     def _evaluated_names(self, size: Size) -> list[str]:
-        program = size.evaluate.program
+        program = size.evaluation
         return [name for name in program.signature["data"] if name in program.inputs]
 
     def _evaluated(self, size: Size, data: Sequence[Any], ema: bool) -> Any:
         """Run the evaluation of one batch size."""
-        runner = self._sizes.averaged(size) if ema else size.evaluate
+        runner = size.averaged if ema else size.evaluate
         runner.feed(self._evaluated_names(size), data)
         runner.run([p.WHOLE["forward"]], self._scalars(("forward",)))
         (logits,) = runner.program.outputs.values()
@@ -302,11 +302,11 @@ class Step(Hosted, Results, Together, Updating):
     @property
     def evaluates(self) -> bool:
         """Whether there is a program of evaluation."""
-        return not self._sizes.first.evaluate.program.refused
+        return not self._sizes.first.evaluation.refused
 
     def require_evaluation(self) -> None:
         """Raise where the step can only train: the graph names no logits, or draws what belongs into them."""
-        if refused := self._sizes.first.evaluate.program.refused:
+        if refused := self._sizes.first.evaluation.refused:
             raise BnfuseError(refused)
 
     @alone

@@ -9,7 +9,8 @@ under way, and what it left in the arena is gone with the next, whatever its bat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,23 @@ class Size:
 
     compiled: Pair
     train: Runner
-    evaluate: Runner
     draws: Draws
+    load: Callable[[Compiled], Runner]  # a program beside that of training
+
+    @functools.cached_property
+    def evaluate(self) -> Runner:
+        """The program of evaluation, loaded when it is first asked for: some only train."""
+        return self.load(self.compiled[1])
+
+    @functools.cached_property
+    def averaged(self) -> Runner:
+        """The evaluation by the averages of parameters and running statistics."""
+        return self.load(dataclasses.replace(self.compiled[1], program=averaged(self.evaluation)))
+
+    @property
+    def evaluation(self) -> p.Program:
+        """The program of evaluation as data."""
+        return self.compiled[1].program
 
     @property
     def batch(self) -> int:
@@ -52,7 +68,6 @@ class Sizes:
 
     def __init__(self, compiled: Sequence[Pair], target: Target, world: World | None = None) -> None:
         self.target, self.world = target, world
-        self._averaged: dict[int, Runner] = {}  # by batch, made when they are first asked for
         self.first = self.now = self._loaded(compiled[0], None)
         self.by_batch = {self.first.batch: self.first}
         for pair in compiled[1:]:
@@ -63,16 +78,11 @@ class Sizes:
         backend = backend_of(self.target)
         rank = self.world.rank if self.world is not None else 0
         train: Runner = backend.runner(of_rank(pair[0], rank), self.target, beside, self.world)
-        draws = Draws(pair[0].program, rank)
-        return Size(pair, train, backend.runner(pair[1], self.target, train, self.world), draws)
 
-    def averaged(self, size: Size) -> Runner:
-        """Give the evaluation of a batch size by the averages of parameters and running statistics."""
-        if size.batch not in self._averaged:
-            compiled = size.compiled[1]
-            there = Compiled(averaged(compiled.program), compiled.codes)
-            self._averaged[size.batch] = backend_of(self.target).runner(there, self.target, size.train, self.world)
-        return self._averaged[size.batch]
+        def load(compiled: Compiled) -> Runner:
+            return backend.runner(compiled, self.target, train, self.world)
+
+        return Size(pair, train, Draws(pair[0].program, rank), load)
 
     def add(self, pair: Pair) -> None:
         """Load the programs of another batch size. Raises BnfuseError where they are of another network."""

@@ -16,6 +16,7 @@ have the exact number of elements given in `Param.elements` (for a map: that of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -175,7 +176,7 @@ class Kernel:
     plan: Any = None  # of a choice that is not the rule's
     scalars: tuple[tuple[str, str], ...] = ()  # name and dtype, on a GPU
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Give everything the generated code depends on, as text; the cache hashes it with the generators' sources."""
         return f"{self.name} {self.problem!r} {self.target!r}" + (f" {self.plan!r}" if self.plan is not None else "")

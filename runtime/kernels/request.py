@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from bnfuse.runtime.kernels.kernel import Choice, Kernel
@@ -26,7 +27,14 @@ class Request:
         return next(argument for argument in self.arguments if isinstance(argument, Target))
 
     def kernel(self) -> Kernel:
-        """Call the kind's generator; the kernel's code is made only by its `build`."""
+        """Call the kind's generator, once; the kernel's code is made only by its `build`."""
+        return self._kernel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Request, (self.kind, self.arguments)  # without the kernel: it holds a closure
+
+    @functools.cached_property
+    def _kernel(self) -> Kernel:
         made = self.kind.generator(self.target.backend)(*self.arguments)
         assert isinstance(made, Kernel), self.kind
         return made

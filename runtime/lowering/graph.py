@@ -325,7 +325,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
 
     def placed(index: int, storage: p.Storage) -> p.Storage:
         base, inside = low.parts.get(index, (index, 0))
-        return dataclasses.replace(storage, offset=placement.offsets.get(base, 0) + inside)
+        return p.Storage(storage.region, placement.offsets.get(base, 0) + inside, storage.elements, storage.dtype)
 
     storages = [placed(i, s) if s.region == p.ARENA else s for i, s in enumerate(low.storages)]
     regions = {**low.regions, p.ARENA: placement.bytes}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.drawing import draws
 from bnfuse.graph.signature import GraphSignature
@@ -34,13 +35,21 @@ def inference_graph(
 
     Raises where there is no such graph: the logits have no name, or something is drawn that belongs into them.
     """
-    graph = model.clone().graph
-    logits = next((v for n in graph for v in n.outputs if v.name and v.name == signature.logits), None)
+    whole = model.graph
+    logits = next((v for n in whole for v in n.outputs if v.name and v.name == signature.logits), None)
     if logits is None:
         raise BnfuseError(
             "the training graph names no logits, so it cannot be evaluated: build it with --logits NAME for that"
         )
-    graph.outputs[:] = [logits]
+    needed = ancestors([logits])
+    graph = ir.GraphView(
+        whole.inputs,
+        [logits],
+        nodes=[node for node in whole if node in needed],
+        initializers=[*whole.initializers.values()],
+        opset_imports=whole.opset_imports,
+        name=whole.name,
+    ).clone()
     without_masks(graph, model.opset_imports.get("", 1), file)
     for node in list(graph):
         if node.op_type == "LocalFinalize" and node.domain == DOMAIN:

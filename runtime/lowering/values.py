@@ -7,6 +7,7 @@ layout of the file. Operators ask for the form that they read; the other form is
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def infer_outputs(node: ir.Node, forms: Sequence[Form | None], opset: int) -> li
 
 def check_elements(name: str, shape: Sequence[int]) -> int:
     """Element count. Kernels index a buffer by int32."""
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if count >= 2**31:
         raise BnfuseError(f"tensor '{name}' of shape {list(shape)} has more than 2**31 elements: use a smaller batch")
     return count

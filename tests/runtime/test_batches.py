@@ -13,6 +13,7 @@ from small_training import forward_model, small_graph
 import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cpu.library import Library
 
 SGD = bnfuse.SGD(lr=0.1, momentum=0.9)
 ORDER = (16, 7, 7, 16)
@@ -176,3 +177,17 @@ def test_rows_that_are_no_samples_are_not_cut():
     assert step.evaluate(np.ones((8, 3, 2, 2), np.float32)).shape == (32, 5)
     with pytest.raises(BnfuseError, match="no row for each sample: give a batch of 8"):
         step.evaluate(np.ones((5, 3, 2, 2), np.float32))
+
+
+def test_evaluation_is_loaded_when_it_is_first_asked_for(graph, monkeypatch):
+    loaded = []
+    load = Library._load
+    monkeypatch.setattr(
+        Library, "_load", lambda self, names, codes: (loaded.append(len(names)), load(self, names, codes))
+    )
+    step = bnfuse.compile(graph, optimizer=SGD, threads=1)
+    step(*drawn(16))
+    assert len(loaded) == 1
+    first = step.evaluate(drawn(16)[0])
+    np.testing.assert_array_equal(step.evaluate(drawn(16)[0]), first)
+    assert len(loaded) == 2

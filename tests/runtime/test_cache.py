@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -199,3 +200,11 @@ def test_a_worker_process_compiles_the_same_code(tmp_path, monkeypatch):
     codes = objects(requests, Cache(tmp_path), workers=2)
     for request, code in zip(requests, codes, strict=True):
         run(request, code)
+
+
+def test_a_request_makes_its_kernel_once_and_is_sent_without_it():
+    request = relu(4)
+    assert request.kernel() is request.kernel()
+    sent = pickle.loads(pickle.dumps(request))
+    assert sent == request
+    assert sent.kernel().key == request.kernel().key
