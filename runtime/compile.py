@@ -20,11 +20,13 @@ from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.ranks import BUCKET, ONE, WIRES, Ranks
 from bnfuse.parallel.waiting import patience
 from bnfuse.parallel.world import World
+from bnfuse.runtime import kept
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
 from bnfuse.runtime.codegen.build import Progress, objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
+from bnfuse.runtime.kept import Making
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.lowering.inference import inference_graph
 from bnfuse.runtime.lowering.state import Lowering
@@ -70,14 +72,14 @@ def compile_step(
     require_optimizer(optimizer)
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
+    models = [without_values(graph) for graph in graphs]
     machine = resolve(target, threads, precision)
     ranks = Ranks(1 if world is None else world.size, bucket, wire, getattr(world, "maps", False))
 
+    making = Making(machine, optimizer, evaluates, ranks)
+
     def pairs_of(first: bool) -> list[Pair]:
-        told = progress if first else None
-        return compiled_pairs(
-            graphs, machine, optimizer, cache, tune=tune and first, progress=told, evaluates=evaluates, ranks=ranks
-        )
+        return compiled_pairs(graphs, models, making, cache, tune=tune and first, progress=progress if first else None)
 
     pairs = one_first(world, pairs_of) if cache is not False else pairs_of(True)
     step = Step(
@@ -85,7 +87,7 @@ def compile_step(
         *pairs[1:],
         target=machine,
         optimizer=optimizer,
-        model=without_values(graphs[0]),
+        model=models[0],
         world=world,
     )
     step._shared.bucket = bucket
@@ -129,18 +131,10 @@ def add_batch(
     if not step.model:
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
     more = with_batch(with_values(step.model, step.state_dict()), batch)
+    models, making = [without_values(more)], Making(step.target, step.optimizer, step.evaluates, step.ranks)
 
     def pairs_of(first: bool) -> list[Pair]:
-        return compiled_pairs(
-            [more],
-            step.target,
-            step.optimizer,
-            cache,
-            tune=tune and first,
-            progress=progress if first else None,
-            evaluates=step.evaluates,
-            ranks=step.ranks,
-        )
+        return compiled_pairs([more], models, making, cache, tune=tune and first, progress=progress if first else None)
 
     (pair,) = one_first(step.world, pairs_of) if cache is not False else pairs_of(True)
     step.add(*pair)
@@ -148,26 +142,50 @@ def add_batch(
 
 def compiled_pairs(
     graphs: Sequence[TrainingGraph],
-    machine: Target,
-    optimizer: Optimizer | None,
+    models: Sequence[bytes],
+    making: Making,
     cache: bool | str | pathlib.Path,
     *,
     tune: bool,
     progress: Progress | None,
-    evaluates: bool = True,
-    ranks: Ranks = ONE,
+) -> list[Pair]:
+    """Compile the programs of training and of evaluation of each graph, or read those that were kept. `models` are the
+    graphs without their values."""
+    place = _cache(cache)
+    memory = tuning.Memory(place)
+    if place.folder is None or tune or not memory.is_empty:
+        return new_pairs(graphs, making, place, memory, tune=tune, progress=progress)
+    keys = [kept.key_of(graph.name, model, making) for graph, model in zip(graphs, models, strict=True)]
+    found = {key: kept.read(place.folder, key) for key in keys}
+    missing = {key: graph for key, graph in zip(keys, graphs, strict=True) if found[key] is None}
+    made = new_pairs([*missing.values()], making, place, memory, tune=False, progress=progress)
+    for key, pair in zip(missing, made, strict=True):
+        found[key] = pair
+        kept.write(place.folder, key, pair, making)
+    return [pair for key in keys if (pair := found[key]) is not None]
+
+
+def new_pairs(
+    graphs: Sequence[TrainingGraph],
+    making: Making,
+    cache: Cache,
+    memory: tuning.Memory,
+    *,
+    tune: bool,
+    progress: Progress | None,
 ) -> list[Pair]:
     """Lower and compile the programs of training and of evaluation of each graph."""
-    lowered = [lower_graph(graph, machine, optimizer, evaluates=evaluates, ranks=ranks) for graph in graphs]
-    kept = _cache(cache)
-    memory = tuning.Memory(kept)
+    lowered = [
+        lower_graph(graph, making.target, making.optimizer, evaluates=making.evaluates, ranks=making.ranks)
+        for graph in graphs
+    ]
     for training, evaluation in lowered:
         if tune:
-            tuning.tune(training, memory, kept, machine, progress=progress)
+            tuning.tune(training, memory, cache, making.target, progress=progress)
         for part in (training, evaluation):
             tuning.choose(part, memory)
     parts = [part for pair in lowered for part in pair]
-    codes = iter(objects([request for part in parts for request in part.requests], kept, progress=progress))
+    codes = iter(objects([request for part in parts for request in part.requests], cache, progress=progress))
     compiled = [Compiled(part.program, list(itertools.islice(codes, len(part.requests)))) for part in parts]
     return list(zip(compiled[::2], compiled[1::2], strict=True))
 

@@ -34,6 +34,15 @@ def without_values(graph: TrainingGraph) -> bytes:
     return model.SerializeToString()
 
 
+def structure_of(model: bytes) -> str:
+    """Hash what `without_values` gave but for which values they were."""
+    found = onnx.ModelProto.FromString(model)
+    others = [entry for entry in found.metadata_props if entry.key != KEY]
+    del found.metadata_props[:]
+    found.metadata_props.extend(others)
+    return hashlib.sha256(found.SerializeToString(deterministic=True)).hexdigest()
+
+
 def with_values(model: bytes, state: Mapping[str, np.ndarray]) -> TrainingGraph:
     """Open what `without_values` gave, with the values of a step's state in the place of those that it was freed of."""
     found = onnx.ModelProto.FromString(model)

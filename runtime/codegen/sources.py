@@ -18,6 +18,7 @@ from bnfuse.core.interpreter import import_root
 from bnfuse.runtime.kernels.registry import KERNELS
 
 COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles a target's kernels
+PROGRAMS = "bnfuse.runtime.compile"
 
 TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.MULTILINE)
 IMPORT = re.compile(r"^[ \t]*(?:from (bnfuse[\w.]*) import (\([^)]*\)|[^\n]*)|import (bnfuse[\w.]*))", re.MULTILINE)
@@ -35,8 +36,15 @@ class Sources:
     def hash(self, target: str, module: str | None = None) -> str:
         """Of all that makes a target's kernels (`cpu`, `cuda`), or those of one module of them (`pointwise`)."""
         name = f"{KERNELS}.{target}" if module is None else f"{KERNELS}.{target}.{module}"
+        return self._hash([*self._modules(name), COMPILERS[target]])
+
+    def hash_of_programs(self, target: str) -> str:
+        """Of all that makes programs for a target, their kernels included."""
+        return self._hash([PROGRAMS, *self._modules(f"{KERNELS}.{target}"), COMPILERS[target]])
+
+    def _hash(self, modules: Iterable[str]) -> str:
         digest = hashlib.sha256(version.__version__.encode())
-        for module in sorted(self.closure([*self._modules(name), COMPILERS[target]])):
+        for module in sorted(self.closure(modules)):
             digest.update(module.encode() + b"\0" + self._file(module)[0])
         return digest.hexdigest()
 
@@ -90,3 +98,9 @@ OWN = Sources(import_root() / "bnfuse")
 def sources_hash(target: str, module: str | None = None) -> str:
     """Of this package's sources that make a target's kernels, or those of one module of them."""
     return OWN.hash(target, module)
+
+
+@functools.cache
+def programs_hash(target: str) -> str:
+    """Of this package's sources that make programs for a target, and their kernels."""
+    return OWN.hash_of_programs(target)
