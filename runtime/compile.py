@@ -159,9 +159,9 @@ def compiled_pairs(
     found = {key: kept.read(place.folder, key) for key in keys}
     missing = {key: graph for key, graph in zip(keys, graphs, strict=True) if found[key] is None}
     made = new_pairs([*missing.values()], making, place, memory, tune=False, progress=progress)
-    for key, pair in zip(missing, made, strict=True):
-        found[key] = pair
-        kept.write(place.folder, key, pair, making)
+    for key, new in zip(missing, made, strict=True):
+        found[key] = new
+        kept.write(place.folder, key, new, making)
     return [pair for key in keys if (pair := found[key]) is not None]
 
 
