@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.cuda import wgmma
@@ -27,10 +28,12 @@ from bnfuse.runtime.kernels.cuda.weight_sizes import (
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
-# The lists of sizes below are the rule: what comes first is taken. Their order, MANY, LARGE and FEW_PIXELS were set by
-# measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
+# The lists of sizes below are the rule: what comes first is taken. Their order, MANY, LARGE, FEW_PIXELS, SMALL_SIDE and
+# MANY_TIMES were set by measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by
+# hand.
 MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
 LARGE, FEW_PIXELS = 100_000, 4096  # elements of a weight; pixels that are few for a pointwise one of so many
+SMALL_SIDE, MANY_TIMES = 128, 4  # outputs; inputs over outputs
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 SHARE = 1  # steps that a share takes while it begins and ends
 FEW = 3  # shares are considered even where fewer make enough blocks
@@ -48,10 +51,16 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
     if fits:
         yield from sliding
     yield from _strip_plans(c, target, operands)
-    yield from _group_plans(c, target, operands)
-    yield from _warp_plans(c, target, operands)
+    grouped, by_warps = _group_plans(c, target, operands), _warp_plans(c, target, operands)
+    yield from itertools.chain(*((grouped, by_warps) if _suits_groups(c) else (by_warps, grouped)))
     if not fits:
         yield from sliding
+
+
+def _suits_groups(c: Correlation) -> bool:
+    """Tell whether products of warpgroups are the faster ones of a tap: where dy has to be brought for many inputs,
+    which their tiles have more of. Else several blocks beside each other, of warps, wait less."""
+    return c.taps > 1 or (c.outputs > SMALL_SIDE and c.inputs >= MANY_TIMES * c.outputs)
 
 
 def _slide_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[SlidePlan]:
@@ -168,14 +177,14 @@ def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[We
     else:
         inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
         half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
-        sizes = [(low, half, pixels, 1, low // 32, 2), (outputs, half, pixels, 1, down, 2)]
+        sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
         sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, inputs, pixels, 1, down, 2)]
         sizes += [(outputs, half, pixels // 2, 2, down, 2)]
-        # large tiles read both maps less often: where there are many channels, or enough pixels to share out
-        if c.inputs * c.outputs * c.taps >= LARGE:
-            sizes.insert(0, sizes[1 if c.taps == 1 and c.rows <= FEW_PIXELS else 3])
-        elif c.rows > MANY and not (is_wasteful(c.outputs, outputs) or is_wasteful(c.inputs, inputs)):
-            sizes.insert(0, sizes[2])
+        few, large = c.taps == 1 and c.rows <= FEW_PIXELS, c.inputs * c.outputs * c.taps >= LARGE
+        if large and not few:  # large tiles read both maps less often
+            sizes.insert(0, sizes[3])
+        elif is_wasteful(c.outputs, outputs) or (few and not large):
+            sizes.insert(0, sizes[1])
     for out, inner, chunk, ahead, rows, columns in sizes:
         plan = WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead)
         accumulators = out * inner * (c.taps if read == "halo" else 1) // plan.threads
