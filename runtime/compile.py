@@ -72,14 +72,13 @@ def compile_step(
     require_optimizer(optimizer)
     graph = open_graph(model)
     graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
-    models = [without_values(graph) for graph in graphs]
     machine = resolve(target, threads, precision)
     ranks = Ranks(1 if world is None else world.size, bucket, wire, getattr(world, "maps", False))
 
     making = Making(machine, optimizer, evaluates, ranks)
 
     def pairs_of(first: bool) -> list[Pair]:
-        return compiled_pairs(graphs, models, making, cache, tune=tune and first, progress=progress if first else None)
+        return compiled_pairs(graphs, making, cache, tune=tune and first, progress=progress if first else None)
 
     pairs = one_first(world, pairs_of) if cache is not False else pairs_of(True)
     step = Step(
@@ -87,7 +86,7 @@ def compile_step(
         *pairs[1:],
         target=machine,
         optimizer=optimizer,
-        model=models[0],
+        model=without_values(graphs[0]),
         world=world,
     )
     step._shared.bucket = bucket
@@ -131,10 +130,10 @@ def add_batch(
     if not step.model:
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
     more = with_batch(with_values(step.model, step.state_dict()), batch)
-    models, making = [without_values(more)], Making(step.target, step.optimizer, step.evaluates, step.ranks)
+    making = Making(step.target, step.optimizer, step.evaluates, step.ranks)
 
     def pairs_of(first: bool) -> list[Pair]:
-        return compiled_pairs([more], models, making, cache, tune=tune and first, progress=progress if first else None)
+        return compiled_pairs([more], making, cache, tune=tune and first, progress=progress if first else None)
 
     (pair,) = one_first(step.world, pairs_of) if cache is not False else pairs_of(True)
     step.add(*pair)
@@ -142,27 +141,26 @@ def add_batch(
 
 def compiled_pairs(
     graphs: Sequence[TrainingGraph],
-    models: Sequence[bytes],
     making: Making,
     cache: bool | str | pathlib.Path,
     *,
     tune: bool,
     progress: Progress | None,
 ) -> list[Pair]:
-    """Compile the programs of training and of evaluation of each graph, or read those that were kept. `models` are the
-    graphs without their values."""
+    """Compile the programs of training and of evaluation of each graph, or read those that were kept."""
     place = _cache(cache)
     memory = tuning.Memory(place)
-    if place.folder is None or tune or not memory.is_empty:
+    if place.folder is None or tune or not memory.is_empty or not kept.runs_here(making.target):
         return new_pairs(graphs, making, place, memory, tune=tune, progress=progress)
-    keys = [kept.key_of(graph.name, model, making) for graph, model in zip(graphs, models, strict=True)]
-    found = {key: kept.read(place.folder, key) for key in keys}
-    missing = {key: graph for key, graph in zip(keys, graphs, strict=True) if found[key] is None}
-    made = new_pairs([*missing.values()], making, place, memory, tune=False, progress=progress)
-    for key, new in zip(missing, made, strict=True):
-        found[key] = new
-        kept.write(place.folder, key, new, making)
-    return [pair for key in keys if (pair := found[key]) is not None]
+    keys = [kept.key_of(graph, making) for graph in graphs]
+    pairs = {key: pair for key in keys if (pair := kept.read(place.folder, key)) is not None}
+    missing = {key: graph for key, graph in zip(keys, graphs, strict=True) if key not in pairs}
+    # by the rules alone, whatever another process may remember meanwhile
+    made = new_pairs([*missing.values()], making, place, tuning.Memory(Cache(None)), tune=False, progress=progress)
+    for key, pair in zip(missing, made, strict=True):
+        pairs[key] = pair
+        kept.write(place.folder, key, pair, making)
+    return [pairs[key] for key in keys]
 
 
 def new_pairs(

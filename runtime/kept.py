@@ -2,9 +2,9 @@
 
     graph without the values of its state, target, optimizer, ranks, this package's sources   ->   key   ->   programs
 
-An entry is a file like that of `Step.export` (artifact.py) without state and graph. One that is damaged, or of a CPU
-that this one is not, is made anew. A folder that remembers measurements (tuning.py) keeps none: they change what is
-compiled.
+An entry is a file like that of `Step.export` (artifact.py) without state and graph. One that is damaged is made anew;
+of more than MOST the ones that were not read for longest go. A folder that remembers measurements (tuning.py) keeps
+none: they change what is compiled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.initial_values import structure_of
-from bnfuse.parallel.ranks import Ranks
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.parallel.ranks import ONE, Ranks
 from bnfuse.runtime.artifact import Artifact, read_artifact, reading, write_artifact
 from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.codegen.cache import compiler_versions
@@ -27,6 +29,7 @@ from bnfuse.runtime.sizes import Pair
 from bnfuse.runtime.targets.target import Target
 
 KEPT = "steps"  # folder of a cache
+MOST = 200  # entries, a megabyte or two each
 LIBRARIES = ("numpy", "onnx", "onnx-ir")  # that lowering computes with
 
 
@@ -40,13 +43,16 @@ class Making:
     ranks: Ranks
 
 
-def key_of(name: str, model: bytes, making: Making) -> str:
-    """Hash all that the programs of a graph depend on. `model` is the graph without values, `name` is in messages."""
-    target = making.target
+def key_of(graph: TrainingGraph, making: Making) -> str:
+    """Hash all that the programs of a graph depend on: its name, too, which is in their messages."""
+    target, optimizer, ranks = making.target, making.optimizer, making.ranks
     parts = (
-        name,
-        structure_of(model),
-        repr(making),
+        graph.name,
+        structure_of(graph),
+        repr(target),
+        repr(optimizer and dataclasses.replace(optimizer, lr=1.0)),  # the rate is given to each step
+        repr(making.evaluates),
+        repr(ranks if ranks.size > 1 else ONE),
         programs_hash(target.backend),
         compiler_versions(),
         *backend_of(target).versions(target),
@@ -55,21 +61,34 @@ def key_of(name: str, model: bytes, making: Making) -> str:
     return hashlib.sha256("\n".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
+def runs_here(target: Target) -> bool:
+    """Tell whether code for a target may run on this machine: else what is written here could not be read here."""
+    backend = backend_of(target)
+    with contextlib.suppress(BnfuseError):
+        backend.check(target, backend.features(target), None)
+        return True
+    return False
+
+
 def read(folder: pathlib.Path, key: str) -> Pair | None:
     """Read the programs that were kept under a key; None where there are none that run here."""
     path = place_of(folder, key)
     with contextlib.suppress(BnfuseError), reading(path):
         (pair,) = read_artifact(path).compiled
+        os.utime(path)
         return pair
     return None
 
 
 def write(folder: pathlib.Path, key: str, pair: Pair, making: Making) -> None:
-    """Keep programs. A folder that cannot be written to costs time when they are next compiled, nothing else."""
+    """Keep programs. Whatever goes wrong costs time when they are next compiled, nothing else."""
     path = place_of(folder, key)
-    with contextlib.suppress(OSError, BnfuseError):
+    with contextlib.suppress(BnfuseError), reading(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_artifact(Artifact(making.target, making.optimizer, (pair,), {}, b""), path)
+        entries = sorted(path.parent.glob("*.bnf"), key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[:-MOST]:
+            entry.unlink(missing_ok=True)
 
 
 def place_of(folder: pathlib.Path, key: str) -> pathlib.Path:

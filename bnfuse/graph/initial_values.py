@@ -22,25 +22,25 @@ def without_values(graph: TrainingGraph) -> bytes:
 
     Raises BnfuseError where the graph has none for one of them.
     """
-    state = graph.state()
-    model = ir.to_proto(graph.model)
-    constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(constants)
+    model = _freed(graph)
     found = hashlib.sha256()
-    for name, value in sorted(state.items()):
+    for name, value in sorted(graph.state().items()):
         found.update(repr((name, value.shape, str(value.dtype))).encode(errors="backslashreplace") + value.tobytes())
     model.metadata_props.add(key=KEY, value=found.hexdigest()[:16])
     return model.SerializeToString()
 
 
-def structure_of(model: bytes) -> str:
-    """Hash what `without_values` gave but for which values they were."""
-    found = onnx.ModelProto.FromString(model)
-    others = [entry for entry in found.metadata_props if entry.key != KEY]
-    del found.metadata_props[:]
-    found.metadata_props.extend(others)
-    return hashlib.sha256(found.SerializeToString(deterministic=True)).hexdigest()
+def structure_of(graph: TrainingGraph) -> str:
+    """Hash a training graph but for the initial values of its state."""
+    return hashlib.sha256(_freed(graph).SerializeToString(deterministic=True)).hexdigest()
+
+
+def _freed(graph: TrainingGraph) -> onnx.ModelProto:
+    state, model = graph.state(), ir.to_proto(graph.model)
+    constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(constants)
+    return model
 
 
 def with_values(model: bytes, state: Mapping[str, np.ndarray]) -> TrainingGraph:

@@ -1,4 +1,4 @@
-"""What the code of a kernel is made from: the sources of its generator and all that they import from the package.
+"""What a kernel's code, and a program, is made from: sources, and all that they import from the package.
 
 They are read as text, not imported, which takes some milliseconds a process. Imports within functions count, those for
 type checkers alone do not. A package counts where a name is taken from it, not where it is on the way to a module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import numpy as np
@@ -12,9 +13,13 @@ from small_training import forward_model
 
 import bnfuse
 from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.parallel.ranks import ONE
 from bnfuse.runtime import compile as compiling
 from bnfuse.runtime import compile_step, kept
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
+from bnfuse.runtime.targets import cpus
 
 SGD = bnfuse.SGD(lr=0.1, momentum=0.9)
 
@@ -93,6 +98,50 @@ def test_anything_else_is_compiled_anew(graph, lowered):
         assert len(lowered) == count, other
     compiled(bnfuse.rewrite(graph, level="icf").model)
     assert len(lowered) == len(others) + 2
+
+
+def test_a_rate_and_buckets_of_no_exchange_are_not_asked_for(graph, lowered):
+    step = compiled(graph)
+    other = compiled(graph, optimizer=bnfuse.SGD(lr=0.5, momentum=0.9), bucket=1 << 10)
+    assert len(lowered) == 1
+    rng = np.random.default_rng(0)
+    batch = rng.standard_normal((16, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 16)
+    for each in (step, other):
+        each(*batch)
+    assert other.optimizer.lr == 0.5
+    assert not np.array_equal(step.state_dict()["head/weight"], other.state_dict()["head/weight"])
+
+
+def test_entries_that_were_not_read_for_longest_go(graph, folder, monkeypatch):
+    monkeypatch.setattr(kept, "MOST", 2)
+    compiled(graph)
+    (first,) = folder.iterdir()
+    compiled(graph, batches=[7])
+    (second,) = {*folder.iterdir()} - {first}
+    os.utime(second, (1, 1))
+    compiled(graph)  # reads the first
+    compiled(graph, batches=[5])
+    assert first.exists() and not second.exists()
+    assert len([*folder.iterdir()]) == 2
+
+
+def test_what_another_process_measures_meanwhile_is_not_kept(graph, lowered, monkeypatch):
+    """Choices that are remembered after a compile has begun are not in what it keeps."""
+    known = [True]
+    monkeypatch.setattr(tuning.Memory, "is_empty", property(lambda memory: known.pop() if known else False))
+    chosen = []
+    choose = tuning.choose
+    monkeypatch.setattr(tuning, "choose", lambda part, memory: (chosen.append(memory.folder), choose(part, memory))[1])
+    compiled(graph)
+    assert chosen and set(chosen) == {None}
+
+
+def test_code_that_cannot_run_here_is_not_kept(graph, folder, monkeypatch):
+    monkeypatch.setattr(cpus, "missing_features", lambda features: ["amx-fp16"])
+    assert not kept.runs_here(resolve("cpu", 1))
+    making = kept.Making(resolve("cpu", 1), SGD, True, ONE)
+    assert len(compiling.compiled_pairs([open_graph(graph)], making, True, tune=False, progress=None)) == 1
+    assert not folder.exists()
 
 
 def test_each_batch_is_kept_by_itself(graph, lowered):

@@ -30,7 +30,6 @@ from bnfuse.runtime.kernels.kernel import Problem
 
 FRAGMENTS = COLUMNS // 8  # of a warp's channels
 HALVES = 2  # of 16 pixels: a thread has a pixel of each, and so many words of a run of 16 elements
-WHOLE = 0xFFFFFFFF
 
 
 class LineEmitter:

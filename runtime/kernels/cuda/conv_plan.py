@@ -10,7 +10,7 @@ from typing import Literal
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.cuda.conv_sizes import COLUMNS, LinePlan, LineTile, TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
-from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
+from bnfuse.runtime.kernels.cuda.device import WARP, blocks_beside, shared_limit
 from bnfuse.runtime.kernels.cuda.lines import suit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
@@ -98,7 +98,7 @@ def line_plans(c: Correlation, operand: Operand, target: CudaTarget) -> Iterator
     plans: dict[LinePlan, None] = {}
     for tile in sorted(found, key=lambda tile: found[tile]):
         room = REGISTERS // (tile.plan.threads * (tile.weight_words + registers + OF_CLASS * tile.classes))
-        blocks = max(1, min(room, shared_limit(target.architecture) // tile.shared))
+        blocks = max(1, min(room, blocks_beside(target.architecture, tile.shared)))
         for count, waves in ((blocks, 1), (blocks, 2), (max(1, blocks - 1), 1)):
             most = max(1, count * waves * target.multiprocessors // tile.output_tiles)
             plans[dataclasses.replace(tile.plan, splits=min(tile.steps, most), min_blocks=count)] = None

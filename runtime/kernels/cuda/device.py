@@ -27,6 +27,7 @@ Buffer = Any
 
 WARP = 32
 VECTOR_BYTES = 16  # of the widest access of a thread
+RESERVED = 1024  # bytes of shared memory that the system takes of each block
 RAW = {"bfloat16": "uint16", "float16": "uint16"}
 SIZES = {"bfloat16": 2, "float16": 2, "uint8": 1, "float64": 8, "int64": 8}
 
@@ -470,3 +471,9 @@ def of_warp(value: Expr) -> Expr:
 def shared_limit(arch: str) -> int:
     """Look up the bytes of shared memory that a block can have on `arch` (sm_XX)."""
     return {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_87": 163}.get(arch, 227) << 10
+
+
+def blocks_beside(arch: str, shared: int) -> int:
+    """Count the blocks with so many bytes of shared memory that a multiprocessor has room for: it takes RESERVED more
+    of each."""
+    return (shared_limit(arch) + RESERVED) // (shared + RESERVED)

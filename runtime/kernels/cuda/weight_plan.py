@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, is_wasteful, read_of, with_fallback
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
-from bnfuse.runtime.kernels.cuda.device import shared_limit
+from bnfuse.runtime.kernels.cuda.device import blocks_beside, shared_limit
 from bnfuse.runtime.kernels.cuda.lines import suit
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import (
@@ -58,8 +58,9 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
 
 
 def _suits_groups(c: Correlation) -> bool:
-    """Tell whether products of warpgroups are the faster ones of a tap: where dy has to be brought for many inputs,
-    which their tiles have more of. Else several blocks beside each other, of warps, wait less."""
+    """Tell whether products of warpgroups are the faster ones of a tap: of several taps, or where dy, as the smaller
+    side, has to be brought for many inputs, which their tiles have more of. Else several blocks beside each other, of
+    warps, wait less. Measured by a layer of each kind (D117)."""
     return c.taps > 1 or (c.outputs > SMALL_SIDE and c.inputs >= MANY_TIMES * c.outputs)
 
 
@@ -100,7 +101,7 @@ def _group_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         assert isinstance(tile, GroupTile)
         # a thread's sums, and what else it holds
         held = plan.threads * (inputs // groups[1] // 2 + 64)
-        blocks = min(shared_limit(target.architecture) // (tile.shared + 1024), REGISTERS // held, 2)
+        blocks = min(blocks_beside(target.architecture, tile.shared), REGISTERS // held, 2)
         if not blocks:
             continue
         places = target.multiprocessors * blocks
@@ -128,7 +129,7 @@ def _strip_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Op
         most = min(one.steps, target.multiprocessors * blocks // one.blocks, PARTIAL_BYTES // (one.elements * 4 * ways))
         plan = dataclasses.replace(plan, splits=max(1, most))
         tile = weight_tile_of(c, plan, target.precision, *operands)
-        if tile.shared * blocks <= shared_limit(target.architecture):
+        if blocks_beside(target.architecture, tile.shared) >= blocks:
             yield plan
 
 
