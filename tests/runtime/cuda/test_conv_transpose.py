@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 from cuda_conv import CudaCase, assert_close, run_case
-from cuda_kernels import gpu
+from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transposed_case import FORWARD, INPUT, WEIGHT, TransposedCase, cases
 
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels.cuda import conv_backward, conv_forward
+from bnfuse.runtime.kernels.cuda.conv_sizes import LinePlan
 
 MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
@@ -116,3 +117,13 @@ def test_all_choices_compute_the_same(op):
     assert len(plans) > 1
     for choice in list(plans.values())[:6]:
         check(case, "bf16", choice)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_lines_towards_the_input_have_no_spills(arch):
+    """A generator's last layer: its epilogue reads maps, and sums."""
+    op = "NormalizeReluConvTransposeGradInputAddGradientReluGradReduceAccumulate"
+    case = Case(op, 64, 32, 32, 64, 3, (4, 4), (2, 2), (1, 1, 1, 1), dtype="bfloat16")
+    target = gpu("bf16", arch, 132)
+    assert isinstance(conv_forward.choices(case.problem(), target)[0].plan, LinePlan)
+    assert_no_spills(conv_forward.conv_forward(case.problem(), target))
