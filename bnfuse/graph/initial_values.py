@@ -39,8 +39,17 @@ def _freed(graph: TrainingGraph) -> onnx.ModelProto:
     state, model = graph.state(), ir.to_proto(graph.model)
     constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
     del model.graph.initializer[:]
-    model.graph.initializer.extend(constants)
+    model.graph.initializer.extend(_within(tensor, graph) for tensor in constants)
     return model
+
+
+def _within(tensor: onnx.TensorProto, graph: TrainingGraph) -> onnx.TensorProto:
+    """Give a tensor that holds its own values: where a file has them now it may have others later."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return tensor
+    value = graph.model.graph.initializers[tensor.name].const_value
+    assert value is not None
+    return onnx.numpy_helper.from_array(value.numpy(), tensor.name)
 
 
 def with_values(model: bytes, state: Mapping[str, np.ndarray]) -> TrainingGraph:

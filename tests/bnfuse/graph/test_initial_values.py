@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from small_training import small_graph
 
@@ -24,6 +27,17 @@ def test_values_of_the_state_are_left_out_and_constants_stay(graph: TrainingGrap
     everything = set(graph.model.graph.initializers)
     assert initializers(without_values(graph)) == everything - graph.state().keys()
     assert set(graph.model.graph.initializers) == everything  # the graph itself has them still
+
+
+def test_constants_that_lie_in_another_file_are_taken_from_it(graph: TrainingGraph, tmp_path: pathlib.Path) -> None:
+    path, options = tmp_path / "t.onnx", {"save_as_external_data": True, "size_threshold": 0}
+    onnx.save_model(small_graph(), path, location="t.data", **options)
+    kept = [onnx.ModelProto.FromString(without_values(each)) for each in (open_graph(ir.load(path)), graph)]
+    apart, within = ({tensor.name: tensor for tensor in model.graph.initializer} for model in kept)
+    assert apart.keys() == within.keys() and apart
+    for name, tensor in apart.items():
+        assert tensor.data_location == onnx.TensorProto.DEFAULT
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(within[name]))
 
 
 def test_values_come_back_as_they_are_by_then(graph: TrainingGraph) -> None:
