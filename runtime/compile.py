@@ -14,7 +14,7 @@ from bnfuse.core.ranges import check_whole
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.exchanges import exchanges, without_exchanges
-from bnfuse.graph.initial_values import with_values, without_values
+from bnfuse.graph.initial_values import Bare, with_values
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.parallel.ranks import BUCKET, ONE, WIRES, Ranks
@@ -71,22 +71,17 @@ def compile_step(
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
-    graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
+    bares = [Bare(each) for each in [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]]
     machine = resolve(target, threads, precision)
     ranks = Ranks(1 if world is None else world.size, bucket, wire, getattr(world, "maps", False))
-
     making = Making(machine, optimizer, evaluates, ranks)
-
-    def pairs_of(first: bool) -> list[Pair]:
-        return compiled_pairs(graphs, making, cache, tune=tune and first, progress=progress if first else None)
-
-    pairs = one_first(world, pairs_of) if cache is not False else pairs_of(True)
+    pairs = pairs_of_ranks(world, bares, making, cache, tune=tune, progress=progress)
     step = Step(
         *pairs[0],
         *pairs[1:],
         target=machine,
         optimizer=optimizer,
-        model=without_values(graphs[0]),
+        model=bares[0].serialized(),
         world=world,
     )
     step._shared.bucket = bucket
@@ -94,6 +89,23 @@ def compile_step(
     release_heap()
     step.share_state()
     return step
+
+
+def pairs_of_ranks(
+    world: World | None,
+    bares: Sequence[Bare],
+    making: Making,
+    cache: bool | str | pathlib.Path,
+    *,
+    tune: bool,
+    progress: Progress | None,
+) -> list[Pair]:
+    """Compile each graph, where there is a cache on one rank of each machine first: it alone tunes and tells of it."""
+
+    def make(first: bool) -> list[Pair]:
+        return compiled_pairs(bares, making, cache, tune=tune and first, progress=progress if first else None)
+
+    return one_first(world, make) if cache is not False else make(True)
 
 
 def one_first(world: World | None, make: Callable[[bool], list[Pair]]) -> list[Pair]:
@@ -131,16 +143,12 @@ def add_batch(
         raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
     more = with_batch(with_values(step.model, step.state_dict()), batch)
     making = Making(step.target, step.optimizer, step.evaluates, step.ranks)
-
-    def pairs_of(first: bool) -> list[Pair]:
-        return compiled_pairs([more], making, cache, tune=tune and first, progress=progress if first else None)
-
-    (pair,) = one_first(step.world, pairs_of) if cache is not False else pairs_of(True)
+    (pair,) = pairs_of_ranks(step.world, [Bare(more)], making, cache, tune=tune, progress=progress)
     step.add(*pair)
 
 
 def compiled_pairs(
-    graphs: Sequence[TrainingGraph],
+    bares: Sequence[Bare],
     making: Making,
     cache: bool | str | pathlib.Path,
     *,
@@ -151,10 +159,10 @@ def compiled_pairs(
     place = _cache(cache)
     memory = tuning.Memory(place)
     if place.folder is None or tune or not memory.is_empty or not kept.runs_here(making.target):
-        return new_pairs(graphs, making, place, memory, tune=tune, progress=progress)
-    keys = [kept.key_of(graph, making) for graph in graphs]
+        return new_pairs([bare.graph for bare in bares], making, place, memory, tune=tune, progress=progress)
+    keys = [kept.key_of(bare, making) for bare in bares]
     pairs = {key: pair for key in keys if (pair := kept.read(place.folder, key)) is not None}
-    missing = {key: graph for key, graph in zip(keys, graphs, strict=True) if key not in pairs}
+    missing = {key: bare.graph for key, bare in zip(keys, bares, strict=True) if key not in pairs}
     # by the rules alone, whatever another process may remember meanwhile
     made = new_pairs([*missing.values()], making, place, tuning.Memory(Cache(None)), tune=False, progress=progress)
     for key, pair in zip(missing, made, strict=True):

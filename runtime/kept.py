@@ -17,8 +17,7 @@ import os
 import pathlib
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.initial_values import structure_of
-from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.initial_values import Bare
 from bnfuse.parallel.ranks import ONE, Ranks
 from bnfuse.runtime.artifact import Artifact, read_artifact, reading, write_artifact
 from bnfuse.runtime.backends.backend import backend_of
@@ -43,12 +42,12 @@ class Making:
     ranks: Ranks
 
 
-def key_of(graph: TrainingGraph, making: Making) -> str:
+def key_of(bare: Bare, making: Making) -> str:
     """Hash all that the programs of a graph depend on: its name, too, which is in their messages."""
     target, optimizer, ranks = making.target, making.optimizer, making.ranks
     parts = (
-        graph.name,
-        structure_of(graph),
+        bare.graph.name,
+        bare.structure,
         repr(target),
         repr(optimizer and dataclasses.replace(optimizer, lr=1.0)),  # the rate is given to each step
         repr(making.evaluates),

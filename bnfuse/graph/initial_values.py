@@ -5,6 +5,8 @@ They would be a second copy of all parameters, for as long as the step lives. Wh
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -17,30 +19,40 @@ from bnfuse.graph.training_graph import TrainingGraph, open_graph
 KEY = "bnfuse_initial_values"  # in the metadata: their digest
 
 
-def without_values(graph: TrainingGraph) -> bytes:
-    """Serialize a training graph without the initial values of parameters and running statistics, which stay inputs.
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """A training graph, and its model without the initial values of its state, which is made once, when asked for.
 
-    Raises BnfuseError where the graph has none for one of them.
+    Raises BnfuseError then where the graph has none for a parameter or a running statistic.
     """
-    model = _freed(graph)
-    found = hashlib.sha256()
-    for name, value in sorted(graph.state().items()):
-        found.update(repr((name, value.shape, str(value.dtype))).encode(errors="backslashreplace") + value.tobytes())
-    model.metadata_props.add(key=KEY, value=found.hexdigest()[:16])
-    return model.SerializeToString()
 
+    graph: TrainingGraph
 
-def structure_of(graph: TrainingGraph) -> str:
-    """Hash a training graph but for the initial values of its state."""
-    return hashlib.sha256(_freed(graph).SerializeToString(deterministic=True)).hexdigest()
+    @functools.cached_property
+    def model(self) -> onnx.ModelProto:
+        """Give the model. Parameters and running statistics stay inputs."""
+        state, model = self.graph.state(), ir.to_proto(self.graph.model)
+        constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
+        del model.graph.initializer[:]
+        model.graph.initializer.extend(_within(tensor, self.graph) for tensor in constants)
+        return model
 
+    @property
+    def structure(self) -> str:
+        """Hash the model: which values were there makes no difference."""
+        return hashlib.sha256(self.model.SerializeToString(deterministic=True)).hexdigest()
 
-def _freed(graph: TrainingGraph) -> onnx.ModelProto:
-    state, model = graph.state(), ir.to_proto(graph.model)
-    constants = [tensor for tensor in model.graph.initializer if tensor.name not in state]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(_within(tensor, graph) for tensor in constants)
-    return model
+    def serialized(self) -> bytes:
+        """Serialize the model, with a digest of the values that it was freed of."""
+        found = hashlib.sha256()
+        for name, value in sorted(self.graph.state().items()):
+            found.update(
+                repr((name, value.shape, str(value.dtype))).encode(errors="backslashreplace") + value.tobytes()
+            )
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        model.metadata_props.add(key=KEY, value=found.hexdigest()[:16])
+        return model.SerializeToString()
 
 
 def _within(tensor: onnx.TensorProto, graph: TrainingGraph) -> onnx.TensorProto:
@@ -53,7 +65,7 @@ def _within(tensor: onnx.TensorProto, graph: TrainingGraph) -> onnx.TensorProto:
 
 
 def with_values(model: bytes, state: Mapping[str, np.ndarray]) -> TrainingGraph:
-    """Open what `without_values` gave, with the values of a step's state in the place of those that it was freed of."""
+    """Open what `Bare.serialized` gave, with the values of a step's state in the place of those that were left out."""
     found = onnx.ModelProto.FromString(model)
     there = {tensor.name for tensor in found.graph.initializer}
     missing = {name: value for name, value in state.items() if name not in there}

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from small_training import small_graph
 
-from bnfuse.graph.initial_values import digest_of_values, with_values, without_values
+from bnfuse.graph.initial_values import Bare, digest_of_values, with_values
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
 
@@ -25,14 +25,14 @@ def initializers(data: bytes) -> set[str]:
 
 def test_values_of_the_state_are_left_out_and_constants_stay(graph: TrainingGraph) -> None:
     everything = set(graph.model.graph.initializers)
-    assert initializers(without_values(graph)) == everything - graph.state().keys()
+    assert initializers(Bare(graph).serialized()) == everything - graph.state().keys()
     assert set(graph.model.graph.initializers) == everything  # the graph itself has them still
 
 
 def test_constants_that_lie_in_another_file_are_taken_from_it(graph: TrainingGraph, tmp_path: pathlib.Path) -> None:
     path, options = tmp_path / "t.onnx", {"save_as_external_data": True, "size_threshold": 0}
     onnx.save_model(small_graph(), path, location="t.data", **options)
-    kept = [onnx.ModelProto.FromString(without_values(each)) for each in (open_graph(ir.load(path)), graph)]
+    kept = [onnx.ModelProto.FromString(Bare(each).serialized()) for each in (open_graph(ir.load(path)), graph)]
     apart, within = ({tensor.name: tensor for tensor in model.graph.initializer} for model in kept)
     assert apart.keys() == within.keys() and apart
     for name, tensor in apart.items():
@@ -42,7 +42,7 @@ def test_constants_that_lie_in_another_file_are_taken_from_it(graph: TrainingGra
 
 def test_values_come_back_as_they_are_by_then(graph: TrainingGraph) -> None:
     now = {name: value + 1 for name, value in graph.state().items()}
-    found = with_values(without_values(graph), now)
+    found = with_values(Bare(graph).serialized(), now)
     assert found.signature == graph.signature
     assert found.state().keys() == now.keys()
     assert all(np.array_equal(value, now[name]) for name, value in found.state().items())
@@ -62,6 +62,6 @@ def test_other_values_have_another_digest(graph: TrainingGraph) -> None:
     (tensor,) = (tensor for tensor in other.graph.initializer if tensor.name == trained)
     tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) + 1, trained))
     digests = [
-        digest_of_values(onnx.ModelProto.FromString(without_values(open_graph(g)))) for g in (other, small_graph())
+        digest_of_values(onnx.ModelProto.FromString(Bare(open_graph(g)).serialized())) for g in (other, small_graph())
     ]
-    assert digests[0] != digests[1] == digest_of_values(onnx.ModelProto.FromString(without_values(graph)))
+    assert digests[0] != digests[1] == digest_of_values(onnx.ModelProto.FromString(Bare(graph).serialized()))
