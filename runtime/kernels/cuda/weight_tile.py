@@ -131,8 +131,11 @@ class WeightEmitter:
     def gradient_pixels(self, first: Expr) -> PixelOf:
         """Make the function that finds the pixel of a row of dy, of a step whose first is `first`, and whether it
         exists."""
-        exact = self.c.rows % self.plan.pixels == 0
-        return lambda row: (first + row, d.below(first + row, self.c.rows, exact))
+        return lambda row: (first + row, self.exists(first + row))
+
+    def exists(self, row: Expr) -> Expr:
+        """Tell whether there is a pixel `row` of dy."""
+        return d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
 
     def source_pixels(self, first: Expr) -> PixelOf:
         """Make the function that finds the pixel of a row of x, of a step whose first pixel of dy is `first`."""
@@ -145,14 +148,13 @@ class WeightEmitter:
 
     def gathered(self, row: Expr) -> tuple[Expr, Expr]:
         """Find the source pixel of pixel `row` of dy and the block's tap, and whether it exists."""
-        return gathered(self.c, self.tap, row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0))
+        return gathered(self.c, self.tap, row, self.exists(row))
 
     def flat_elements(self, row: Expr, own: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
         """Find the elements that this thread brings of the flat row of pixel `row` (operand.py)."""
         image, y, x = coordinates(self.c, row)
-        valid = d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
         first = T.bind(self.first_input + self.source.lane * self.source.width)
-        return flat_elements(self.flat, first, image, y, x, d.all_of(own, valid), self.group)
+        return flat_elements(self.flat, first, image, y, x, d.all_of(own, self.exists(row)), self.group)
 
     def finish(self, step: Expr, turn: Expr, side: Expr) -> None:
         """Take what has been fetched through both prologues, into shared memory."""
