@@ -16,6 +16,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import WEIGHT_GRADS
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
+from bnfuse.runtime.kernels.cuda.merging import merged_groups
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, Member, is_packed, packed_elements
 from bnfuse.runtime.kernels.cuda.weights import table as table_of
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -39,10 +40,10 @@ def packed_weight(low: Lowering, value: ir.Value, group: int, form: str) -> int:
     source, shape = low.dense(value), low.shape(value)
     key = source, shape, group, form
     if key not in low.packed:
-        held = low.storages[source]
-        low.packed[key] = low.storage(packed_elements(shape, group, form), low.target.map_dtype)
+        held, merged = low.storages[source], merged_groups(shape, group, low.target)
+        low.packed[key] = low.storage(packed_elements(shape, group, form, merged), low.target.map_dtype)
         if held.region != p.PARAMETERS:
-            pack(low, (Member(shape, group, form, 0, 0),), source, low.packed[key])
+            pack(low, (Member(shape, group, form, 0, 0, merged),), source, low.packed[key])
     return low.packed[key]
 
 
@@ -53,7 +54,8 @@ def pack_parameters(low: Lowering) -> None:
         return
     members, end = [], 0
     for (source, shape, group, form), part in wanted.items():
-        members.append(Member(shape, group, form, low.storages[source].offset // np.dtype(np.float32).itemsize, end))
+        offset = low.storages[source].offset // np.dtype(np.float32).itemsize
+        members.append(Member(shape, group, form, offset, end, merged_groups(shape, group, low.target)))
         end += math.ceil(low.storages[part].elements / LINE) * LINE
     if end >= 2**31:
         raise BnfuseError(f"the weights have {end} elements, more than int32 can index: use a smaller network")

@@ -22,6 +22,7 @@ from bnfuse.opset.spec import (
     parse,
 )
 from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
+from bnfuse.runtime.kernels.cuda.merging import merged_groups
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CudaTarget
@@ -128,7 +129,8 @@ def run_case(
             offsets[param.name] = case.slots
         elif param.name == "weight" and on_tensor_cores:
             form = FORWARD if parse(case.op).core in TOWARDS_OUTPUT else BACKWARD
-            arrays["weight"] = packed_raw(weight.astype(np.float32), case.group, form, precision)
+            merged = merged_groups(weight.shape, case.group, target)
+            arrays["weight"] = packed_raw(weight.astype(np.float32), case.group, form, precision, merged)
         elif param.name in operands:
             arrays[param.name] = operands[param.name].astype(np.float32)
     found = cuda_kernels.run_kernel(kernel, arrays, offsets)

@@ -26,7 +26,12 @@ from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
 from bnfuse.runtime.kernels.cuda.conv_group import emit
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
-from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, gradient_correlation, with_groups_aligned
+from bnfuse.runtime.kernels.cuda.correlation import (
+    forward_correlation,
+    gradient_correlation,
+    merged_of,
+    with_groups_aligned,
+)
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -68,12 +73,14 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """
     if not takes_packed(problem):
         return (Choice("depthwise"),)
+    problem = with_groups_aligned(problem, target)
     inputs = (
-        list(tile_plans(gradient_correlation(problem), Operand(problem, True), target, forward=False))
+        list(tile_plans(gradient_correlation(problem, target), Operand(problem, True), target, forward=False))
         if wants_input(problem)
         else [None]
     )
-    weights = list(weight_plans(forward_correlation(problem), problem, target)) if wants_weight(problem) else [None]
+    c = forward_correlation(problem, target)
+    weights = list(weight_plans(c, problem, target)) if wants_weight(problem) else [None]
     pairs = [(inputs[0], weight) for weight in weights] + [(plan, weights[0]) for plan in inputs[1:]]
     return tuple(Choice("tile", pair) for pair in pairs)
 
@@ -99,7 +106,7 @@ def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = 
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
     if not takes_packed(problem):
         return depthwise_backward(problem, target)
-    problem = with_groups_aligned(problem)
+    problem = with_groups_aligned(problem, target)
     made = Stages(problem, target, plan)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, made.params, lambda: made.build(name), plan)
@@ -113,16 +120,17 @@ class Stages:
         input_plan, weight_plan = plan or (None, None)
         self.input = self.weight = None
         scratch: list[Param] = []
-        weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD), target.map_dtype
+        merged = merged_of(problem, target)
+        weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD, merged), target.map_dtype
         self.own = params_with_tail(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
         if wants_input(problem):
-            c = gradient_correlation(problem)
+            c = gradient_correlation(problem, target)
             operand = Operand(problem, True)
             chosen = input_plan or next(tile_plans(c, operand, target, forward=False))
             self.input = tile_of(c, chosen, target.precision, operand)
             scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map(self.result).c)
         if wants_weight(problem):
-            c = forward_correlation(problem)
+            c = forward_correlation(problem, target)
             planned = weight_plan or next(weight_plans(c, problem, target))
             operands = Operand(problem, True), Operand(problem, False)
             self.weight = weight_tile_of(c, planned, target.precision, *operands)
@@ -322,8 +330,8 @@ def merge_weight(name: str, params: list[Param], tile: Shares) -> Stage:
                 down, element = T.bind(rest // c.flat_row), T.bind(rest % c.flat_row)
                 tap, channel = down * c.horizontal.window + element // c.inputs, element % c.inputs
             else:
-                tap, channel = rest // c.inputs, rest % c.inputs
-            place = (output * c.inputs + channel) * c.taps + tap
+                tap, channel = rest // c.own_inputs, rest % c.own_inputs
+            place = (output * c.own_inputs + channel) * c.taps + tap
             exists = element < c.horizontal.window * c.inputs if flat else True
             d.when(exists, lambda: d.put(result, place, total[0]))
 

@@ -28,7 +28,8 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """List all ways to do a problem that are worth measuring, that of the rule first."""
     if not takes_packed(problem):
         return (Choice("depthwise"),)
-    c, operand = forward_correlation(problem), Operand(problem, False)
+    problem = with_groups_aligned(problem, target)
+    c, operand = forward_correlation(problem, target), Operand(problem, False)
     return tuple(Choice("tile", plan) for plan in forward_plans(c, operand, target))
 
 
@@ -41,8 +42,8 @@ def conv_forward(
     """
     if not takes_packed(problem):
         return depthwise_forward(problem, target)
-    problem = with_groups_aligned(problem)
-    c = forward_correlation(problem)
+    problem = with_groups_aligned(problem, target)
+    c = forward_correlation(problem, target)
     operand = Operand(problem, False)
     chosen = plan or next(forward_plans(c, operand, target))
     tile: Tile | LineTile
@@ -52,7 +53,7 @@ def conv_forward(
         tile = tile_of(c, chosen, target.precision, operand)
     channels = problem.map(EpiloguePlan(problem).result).c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
-    weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
+    weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD, c.merged), target.map_dtype
     params = (*params_with_tail(problem, weight=weight), *scratch)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)

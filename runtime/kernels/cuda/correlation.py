@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from bnfuse.runtime.kernels.common import geometry
 from bnfuse.runtime.kernels.common.geometry import convolution_of
 from bnfuse.runtime.kernels.common.sides import OF_RESULT
+from bnfuse.runtime.kernels.cuda.merging import merged_groups
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.target import CudaTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ def gradient_axis(axis: geometry.Axis) -> Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Correlation:
-    """`outputs` and `inputs` are channels of one group."""
+    """`outputs` and `inputs` are channels of one group, which is `merged` groups of the convolution (merging.py)."""
 
     images: int
     vertical: Axis
@@ -90,6 +92,17 @@ class Correlation:
     groups: int
     outputs: int
     inputs: int
+    merged: int = 1
+
+    @property
+    def own_inputs(self) -> int:
+        """Count the input channels that an output has weights for: those of one group of the convolution."""
+        return self.inputs // self.merged
+
+    @property
+    def own_outputs(self) -> int:
+        """Count the output channels of one group of the convolution."""
+        return self.outputs // self.merged
 
     @property
     def taps(self) -> int:
@@ -128,17 +141,22 @@ class Correlation:
         return self.vertical.reach * self.horizontal.source + self.horizontal.reach
 
 
-def with_groups_aligned(problem: Problem) -> Problem:
-    """Give a problem maps whose `align` holds at the first channel of every group, too."""
+def merged_of(problem: Problem, target: CudaTarget) -> int:
+    """Count the groups of a problem that are multiplied as one."""
+    return merged_groups(problem.weight, problem.attribute("group"), target)
+
+
+def with_groups_aligned(problem: Problem, target: CudaTarget) -> Problem:
+    """Give a problem maps whose `align` holds at the first channel of every group that is multiplied, too."""
     outputs, per_group, *_ = problem.weight
-    group = problem.attribute("group")
-    at_input, at_output = per_group, outputs // group
+    group, merged = problem.attribute("group"), merged_of(problem, target)
+    at_input, at_output = merged * per_group, merged * outputs // group
     like_x, like_y = (at_output, at_input) if problem.spec.is_transposed else (at_input, at_output)
     maps = tuple(
         (name, dataclasses.replace(kind, align=math.gcd(kind.align, like_y if name in OF_RESULT else like_x)))
         for name, kind in problem.maps
     )
-    return problem if group == 1 else dataclasses.replace(problem, maps=maps)
+    return problem if group == merged else dataclasses.replace(problem, maps=maps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +176,13 @@ class FlatView:
         return FlatView(correlation, dense and correlation.groups == 1 and correlation.horizontal.step == 1)
 
 
-def forward_correlation(problem: Problem) -> Correlation:
+def forward_correlation(problem: Problem, target: CudaTarget) -> Correlation:
     """Describe the convolution of a problem; of a gradient's what the weight gradient sums over."""
-    c = convolution_of(problem)
-    return Correlation(c.n, forward_axis(c.rows), forward_axis(c.columns), c.groups, c.cout, c.cin)
+    c, m = convolution_of(problem), merged_of(problem, target)
+    return Correlation(c.n, forward_axis(c.rows), forward_axis(c.columns), c.groups // m, m * c.cout, m * c.cin, m)
 
 
-def gradient_correlation(problem: Problem) -> Correlation:
+def gradient_correlation(problem: Problem, target: CudaTarget) -> Correlation:
     """Describe the convolution towards the input of a gradient's problem."""
-    c = convolution_of(problem)
-    return Correlation(c.n, gradient_axis(c.rows), gradient_axis(c.columns), c.groups, c.cin, c.cout)
+    c, m = convolution_of(problem), merged_of(problem, target)
+    return Correlation(c.n, gradient_axis(c.rows), gradient_axis(c.columns), c.groups // m, m * c.cin, m * c.cout, m)

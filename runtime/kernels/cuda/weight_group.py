@@ -29,7 +29,7 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of
 from bnfuse.runtime.kernels.cuda.weight_sizes import GroupTile
 from bnfuse.runtime.kernels.cuda.weight_slide import place
-from bnfuse.runtime.kernels.cuda.weight_tile import gathered, put_pair
+from bnfuse.runtime.kernels.cuda.weight_tile import columns_before, gathered, put_pair
 
 LANES = chunks_of(wgmma.ROW_BYTES)
 COLUMN = wgmma.ROW_BYTES // 2  # channels
@@ -266,9 +266,10 @@ class GroupEmitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write the accumulators to partials [share][output][tap][input], or where they are the result."""
+        """Write the accumulators to partials [share][output][tap][input of its group], or where they are the result."""
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
+        whole = c.merged == 1 and c.inputs % plan.inputs == 0
         first = T.bind(self.source.first + self.across * self.width + lane % 4 * 2)
         for half in range(2):
             output = self.down * wgmma.ROWS + self.block.warp % 4 * 16 + half * 8 + lane // 4
@@ -276,11 +277,12 @@ class GroupEmitter:
 
             def row(output: Expr = output, half: int = half) -> None:
                 row = (self.split * c.groups + self.group) * c.outputs + output
-                start = T.bind((row * c.taps + self.tap) * c.inputs)
+                start = T.bind((row * c.taps + self.tap) * c.own_inputs)
+                own = T.bind(first - columns_before(c, output))
 
                 def column(j: Expr) -> None:
-                    inner, at = first + j * 8, j * 4 + half * 2
-                    put_pair(partials, start + inner, self.acc, at, inner, c.inputs, c.inputs % plan.inputs == 0)
+                    inner, at = own + j * 8, j * 4 + half * 2
+                    put_pair(partials, start + inner, self.acc, at, inner, c.own_inputs, whole)
 
                 d.unrolled(self.width // 8, column)
 

@@ -158,8 +158,8 @@ class Shares:
 
     @property
     def row(self) -> int:
-        """Count the elements of a share's row, that of an output channel: [tap][input], or flat."""
-        return self.depth if self.plan.read == "flat" else self.correlation.taps * self.depth
+        """Count the elements of a share's row, that of an output channel: [tap][input of its group], or flat."""
+        return self.depth if self.plan.read == "flat" else self.correlation.taps * self.correlation.own_inputs
 
     @property
     def is_result(self) -> bool:

@@ -33,7 +33,7 @@ from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, swizzled
 from bnfuse.runtime.kernels.cuda.weight_sizes import SlideTile
-from bnfuse.runtime.kernels.cuda.weight_tile import PixelOf, Rows, place_of, put_pair
+from bnfuse.runtime.kernels.cuda.weight_tile import PixelOf, Rows, columns_before, place_of, put_pair
 
 SIGNS = (0x9988, 0xBBAA)  # for prmt: the signs of bytes 0 and 1, and of 2 and 3, each over 16 bits
 WORDS = 4  # of A
@@ -291,22 +291,24 @@ class SlideEmitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write the accumulators to partials [share][output][tap][input]."""
+        """Write the accumulators to partials [share][output][tap][input of its group]."""
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
+        whole = c.merged == 1 and c.inputs % plan.inputs == 0
         for half in range(2):
             output = T.bind(self.first_output + self.block.warp % 4 * 16 + half * 8 + lane // 4)
 
             def rows(output: Expr = output, half: int = half) -> None:
                 row = (self.split * c.groups + self.group) * c.outputs + output
                 row = T.bind(row * c.taps + self.down * self.across)
+                first = T.bind(self.first_input - columns_before(c, output))
                 for tap in range(self.across):
 
                     def column(j: Expr, tap: int = tap) -> None:
-                        inner = T.bind(self.first_input + j * 8 + lane % 4 * 2)
+                        inner = T.bind(first + j * 8 + lane % 4 * 2)
                         at = (tap * (plan.inputs // 8) + j) * 4 + half * 2
-                        index = (row + tap) * c.inputs + inner
-                        put_pair(partials, index, self.acc, at, inner, c.inputs, c.inputs % plan.inputs == 0)
+                        index = (row + tap) * c.own_inputs + inner
+                        put_pair(partials, index, self.acc, at, inner, c.own_inputs, whole)
 
                     d.unrolled(plan.inputs // 8, column)
 

@@ -299,10 +299,11 @@ class WeightEmitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write the accumulators to partials [share][output][tap][input], or where they are the result."""
+        """Write the accumulators to partials [share][output][tap][input of its group], or where they are the result."""
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
-        taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.inputs)
+        taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.own_inputs)
+        whole = self.tile.depth % plan.inputs == 0
 
         def fragment(i: Expr) -> None:
             for half in range(2):
@@ -311,14 +312,15 @@ class WeightEmitter:
 
                 def rows(output: Expr = output, half: int = half) -> None:
                     row = T.bind((self.split * c.groups + self.group) * c.outputs + output)
+                    before = columns_before(c, output)
 
                     def column(j: Expr, tap: int) -> None:
                         inner = self.first_input + self.warp_input * (plan.inputs // plan.warps[1]) + j * 8
-                        inner = T.bind(inner + lane % 4 * 2)
+                        inner = T.bind(inner + lane % 4 * 2 - before)
                         own = self.tap if plan.read == "gather" else tap
                         at = (i * self.columns + tap * self.fragments[1] + j) * 4 + half * 2
                         index = (row * taps + own) * depth + inner
-                        put_pair(partials, index, self.acc, at, inner, depth, depth % plan.inputs == 0)
+                        put_pair(partials, index, self.acc, at, inner, depth, whole and c.merged == 1)
 
                     for tap in range(self.tile.taps):
                         d.unrolled(self.fragments[1], partial(column, tap=tap))
@@ -347,6 +349,11 @@ def gathered(c: Correlation, tap: Expr, row: Expr, exists: Expr) -> tuple[Expr, 
     return image + y * h.source + x, d.all_of(exists, d.within(y, v.source), d.within(x, h.source))
 
 
+def columns_before(c: Correlation, output: Expr) -> Expr:
+    """Count the columns of a tile's group before those that an output has weights for."""
+    return 0 if c.merged == 1 else T.bind(output // c.own_outputs * c.own_inputs)
+
+
 def put_pair(partials: Buffer, index: Expr, acc: Buffer, at: Expr, inner: Expr, depth: int, whole: bool) -> None:
     """Store two neighbouring sums, of column `inner` and the next of `depth`: at once where rows have an even number.
 
@@ -354,10 +361,10 @@ def put_pair(partials: Buffer, index: Expr, acc: Buffer, at: Expr, inner: Expr, 
     """
     if depth % 2 == 0:
         pair = acc[T.ramp(at, 1, 2)]
-        d.when(d.below(inner, depth, whole), lambda: T.buffer_store(partials, pair, [T.ramp(index, 1, 2)]))
+        d.when(whole or d.within(inner, depth), lambda: T.buffer_store(partials, pair, [T.ramp(index, 1, 2)]))
         return
     for k in range(2):
-        d.when(d.below(inner + k, depth, whole), partial(d.put, partials, index + k, acc[at + k]))
+        d.when(whole or d.within(inner + k, depth), partial(d.put, partials, index + k, acc[at + k]))
 
 
 def place_of(first: Expr, rows: Rows, group: Expr, total: int, tile: int) -> tuple[Expr, Expr | None]:

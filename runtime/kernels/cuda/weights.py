@@ -4,8 +4,9 @@
     backward   [I of all groups][taps][O/group, in eights]   a row is an input channel
     forward of a few channels, such as an image's: [O][window rows][window columns * I/group, in eights]
 
-in the type of the maps (TF32 is rounded here, once), filled up with zeros. The product runs along the innermost axis,
-so a chunk of a row is a run of bytes that goes to shared memory as it is.
+in the type of the maps (TF32 is rounded here, once), filled up with zeros. Where several groups are multiplied as one
+(merging.py) a row has the channels of all of them, zeros but for its own group's. The product runs along the innermost
+axis, so a chunk of a row is a run of bytes that goes to shared memory as it is.
 
 A block takes `RUN` vectors of eight elements of one member; a table of integers says which member, and what that looks
 like. Threads are dealt so that their reads lie side by side: forward along the row, backward along rows and taps.
@@ -34,6 +35,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     registers,
     stage,
     when,
+    within,
     words,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param
@@ -56,11 +58,12 @@ class Member:
     form: str
     source: int
     target: int
+    merged: int = 1  # groups that are multiplied as one
 
     @property
     def vectors(self) -> int:
         """Count the vectors of the packed weight."""
-        return packed_elements(self.weight, self.group, self.form) // VECTOR
+        return packed_elements(self.weight, self.group, self.form, self.merged) // VECTOR
 
     @property
     def blocks(self) -> int:
@@ -83,9 +86,10 @@ class PackProblem:
 class Fields:
     """A member in the table. Packed element e of tap t of row r comes from
 
-    source + (r // per)*outer + (r % per)*inner + t*tap_step + (e % modulus)*step + e // modulus, for e < valid
+    source + (r // per)*outer + (r % per)*inner + t*tap_step + (e % modulus)*step + e // modulus, for 0 <= e < valid
 
-    and the vectors are counted along `fast` first: the vectors of a row, or (`across`) all taps of all rows.
+    where e is counted from element  (r // per % merged)*valid  of the row, and the vectors are counted along `fast`
+    first: the vectors of a row, or (`across`) all taps of all rows.
     """
 
     first_block: int
@@ -103,9 +107,10 @@ class Fields:
     step: int
     tap_step: int = 1
     modulus: int = NEVER
+    merged: int = 1
 
 
-DIVISORS = ("fast", "taps", "per", "modulus")  # fields that indices are divided by
+DIVISORS = ("fast", "taps", "per", "modulus", "merged")  # fields that indices are divided by
 WIDTH = len(dataclasses.fields(Fields)) + 2 * len(DIVISORS)
 
 
@@ -117,21 +122,21 @@ def is_packed(weight: Sequence[int], core: str = "Conv", group: int = 1) -> bool
     return weight[1] != 1 or (core in TRANSPOSED and group == 1)
 
 
-def is_flat(weight: Sequence[int]) -> bool:
+def is_flat(weight: Sequence[int], merged: int = 1) -> bool:
     """Tell whether the forward kernel takes a row of taps with its channels as one axis.
 
     It does where most of a chunk were zeros otherwise.
     """
-    return 1 < weight[1] < VECTOR and math.prod(weight[2:]) > 1
+    return merged == 1 < weight[1] < VECTOR and math.prod(weight[2:]) > 1
 
 
-def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
+def packed_elements(weight: Sequence[int], group: int, form: str, merged: int = 1) -> int:
     """Count the elements of a packed OIHW weight, a multiple of eight."""
     outputs, per_group, *window = weight
-    if form == FORWARD and is_flat(weight):
+    if form == FORWARD and is_flat(weight, merged):
         return outputs * window[0] * filled(per_group * window[1])
     rows, inner = (outputs, per_group) if form == FORWARD else (group * per_group, outputs // group)
-    return rows * math.prod(window) * filled(inner)
+    return rows * math.prod(window) * filled(merged * inner)
 
 
 def filled(channels: int) -> int:
@@ -144,17 +149,18 @@ def fields_of(member: Member, first_block: int) -> Fields:
     outputs, per_group, *window = member.weight
     taps, per_output = math.prod(window), outputs // member.group
     places = first_block, member.source, member.target, member.vectors
-    if member.form == FORWARD and is_flat(member.weight):
+    if member.form == FORWARD and is_flat(member.weight, member.merged):
         row = per_group * window[1]
         shape = filled(row) // VECTOR, 0, window[0], filled(row), row
         return Fields(*places, *shape, 1, per_group * taps, 0, taps, window[1], per_group)
     if member.form == FORWARD:
-        padded, valid, across, fast = filled(per_group), per_group, 0, filled(per_group) // VECTOR
-        per, outer, inner, step = 1, per_group * taps, 0, taps
+        valid, per, inner, step, across = per_group, per_output, per_group * taps, taps, 0
     else:
-        padded, valid, across, fast = filled(per_output), per_output, 1, member.group * per_group * taps
-        per, outer, inner, step = per_group, per_output * per_group * taps, taps, per_group * taps
-    return Fields(*places, fast, across, taps, padded, valid, per, outer, inner, step)
+        valid, per, inner, step, across = per_output, per_group, taps, per_group * taps, 1
+    padded = filled(member.merged * valid)
+    fast = member.group * per_group * taps if across else padded // VECTOR
+    outer = per_output * per_group * taps
+    return Fields(*places, fast, across, taps, padded, valid, per, outer, inner, step, merged=member.merged)
 
 
 def reciprocal(divisor: int) -> tuple[int, int]:
@@ -219,14 +225,17 @@ def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: CudaTar
     row, tap = _divided(place, member, "taps")
     outer, inner = _divided(row, member, "per")
     offset = outer * member["outer"] + inner * member["inner"] + tap * member["tap_step"]
-    source, left = T.bind(member["source"] + offset), T.bind(member["valid"] - start)
+    source = T.bind(member["source"] + offset)
+    _, own = _divided(outer, member, "merged")
+    first_element = T.bind(start - own * member["valid"])
     values = registers(VECTOR)
 
     def take(i: int, there: Expr) -> None:
-        put(values, i, tirx.if_then_else(i < left, block["parameters"][there], T.float32(0)))
+        exists = within(first_element + i, member["valid"])
+        put(values, i, tirx.if_then_else(exists, block["parameters"][there], T.float32(0)))
 
     def plain() -> None:
-        first = T.bind(source + start * member["step"])
+        first = T.bind(source + first_element * member["step"])
         for i in range(VECTOR):
             take(i, first + i * member["step"])
 

@@ -159,7 +159,7 @@ def test_no_spills(name, arch):
 def test_a_warp_reads_words_of_different_banks(name):
     """Words that are read at a time are the same or in different ones of the 32 banks."""
     plan = offered(NETWORKS[name], multiprocessors=132)[0]
-    tile = LineTile(forward_correlation(NETWORKS[name].problem()), plan, "bf16")
+    tile = LineTile(forward_correlation(NETWORKS[name].problem(), gpu("bf16")), plan, "bf16")
     words = {pixel * tile.apart_words + column for pixel, column in itertools.product(range(8), range(4))}
     assert len({word % 32 for word in words}) == len(words)
 

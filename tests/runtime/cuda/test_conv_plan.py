@@ -28,12 +28,12 @@ SAME = {"kernel": (3, 3), "pads": (1, 1, 1, 1)}
 )
 def test_the_columns_of_a_patch(size, pixels, columns):
     case = CudaCase("ReluConv", 2, *size, 64, 64, **SAME)
-    assert patch_columns(forward_correlation(case.problem()), pixels) == columns
+    assert patch_columns(forward_correlation(case.problem(), gpu("bf16")), pixels) == columns
 
 
 def test_a_window_of_one_row_leaves_a_run():
     case = CudaCase("ReluConv", 2, 64, 64, 64, 64, (1, 3), pads=(0, 1, 0, 1))
-    assert patch_columns(forward_correlation(case.problem()), 256) == 0
+    assert patch_columns(forward_correlation(case.problem(), gpu("bf16")), 256) == 0
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,26 @@ from bnfuse.runtime.kernels.cuda.weights import (
 )
 
 FORMS = (FORWARD, BACKWARD)
-CASES = (  # OIHW, groups
-    ((7, 5, 3, 3), 1),
-    ((16, 16, 1, 1), 1),
-    ((24, 3, 1, 2), 4),  # few channels: flat
-    ((10, 3, 7, 7), 1),
-    ((6, 5, 1, 1), 2),
-    ((16, 8, 2, 2), 2),
-    ((3, 33, 7, 7), 1),
-    ((40, 70, 3, 3), 1),  # more than one block
+CASES = (  # OIHW, groups, of which so many are multiplied as one
+    ((7, 5, 3, 3), 1, 1),
+    ((16, 16, 1, 1), 1, 1),
+    ((24, 3, 1, 2), 4, 1),  # few channels: flat
+    ((10, 3, 7, 7), 1, 1),
+    ((6, 5, 1, 1), 2, 1),
+    ((16, 8, 2, 2), 2, 1),
+    ((3, 33, 7, 7), 1, 1),
+    ((40, 70, 3, 3), 1, 1),  # more than one block
+    ((24, 4, 3, 3), 6, 3),
+    ((30, 6, 1, 2), 6, 2),  # of groups that share vectors
+    ((14, 11, 2, 1), 2, 2),
 )
 
 
 def members() -> tuple[Member, ...]:
     found, source, target = [], 11, 0
-    for weight, group in CASES:
+    for weight, group, merged in CASES:
         for form in FORMS:
-            found.append(Member(weight, group, form, source, target))
+            found.append(Member(weight, group, form, source, target, merged))
             target += -(-found[-1].vectors * VECTOR // LINE) * LINE
         source += int(np.prod(weight)) + 3
     return tuple(found)
@@ -56,7 +59,7 @@ def test_every_element_is_where_kernels_read_it(precision):
     found = run_kernel(kernel, {"parameters": source, "table": table(all_of_them)})["packed"]
     for m in all_of_them:
         weight = source[m.source : m.source + int(np.prod(m.weight))].reshape(m.weight)
-        wanted = ROUNDED[precision](packed(weight, m.group, m.form))
+        wanted = ROUNDED[precision](packed(weight, m.group, m.form, m.merged))
         own = found[m.target : m.target + m.vectors * VECTOR]
         np.testing.assert_array_equal(own.view(np.uint8), np.ascontiguousarray(wanted).view(np.uint8), str(m))
 
