@@ -21,6 +21,7 @@ from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, Member,
 from bnfuse.runtime.kernels.cuda.weights import table as table_of
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.target import CudaTarget
 
 FORMS = {
     **dict.fromkeys(TOWARDS_OUTPUT, FORWARD),
@@ -35,12 +36,18 @@ def weight_ref(low: Lowering, core: str, value: ir.Value, group: int) -> Ref:
     return packed_weight(low, value, group, FORMS[core])
 
 
+def merged_in(low: Lowering, shape: tuple[int, ...], group: int) -> int:
+    """Count the groups that kernels multiply as one."""
+    assert isinstance(low.target, CudaTarget)
+    return merged_groups(shape, group, low.target)
+
+
 def packed_weight(low: Lowering, value: ir.Value, group: int, form: str) -> int:
     """Give the storage of a packed weight."""
     source, shape = low.dense(value), low.shape(value)
     key = source, shape, group, form
     if key not in low.packed:
-        held, merged = low.storages[source], merged_groups(shape, group, low.target)
+        held, merged = low.storages[source], merged_in(low, shape, group)
         low.packed[key] = low.storage(packed_elements(shape, group, form, merged), low.target.map_dtype)
         if held.region != p.PARAMETERS:
             pack(low, (Member(shape, group, form, 0, 0, merged),), source, low.packed[key])
@@ -55,7 +62,7 @@ def pack_parameters(low: Lowering) -> None:
     members, end = [], 0
     for (source, shape, group, form), part in wanted.items():
         offset = low.storages[source].offset // np.dtype(np.float32).itemsize
-        members.append(Member(shape, group, form, offset, end, merged_groups(shape, group, low.target)))
+        members.append(Member(shape, group, form, offset, end, merged_in(low, shape, group)))
         end += math.ceil(low.storages[part].elements / LINE) * LINE
     if end >= 2**31:
         raise BnfuseError(f"the weights have {end} elements, more than int32 can index: use a smaller network")

@@ -468,6 +468,13 @@ def of_warp(value: Expr) -> Expr:
     return T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), value, 0, WARP)
 
 
+def hidden(value: Expr) -> Expr:
+    """Give an int32 of which the compiler does not know what it is made of: by a permutation that keeps all bytes."""
+    held = registers(1, "uint32")
+    T.evaluate(T.ptx["prmt.b32"](held[0], tirx.Cast("uint32", value), T.uint32(0), T.uint32(0x3210)))
+    return T.bind(tirx.Cast("int32", held[0]))
+
+
 def shared_limit(arch: str) -> int:
     """Look up the bytes of shared memory that a block can have on `arch` (sm_XX)."""
     return {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_87": 163}.get(arch, 227) << 10

@@ -350,8 +350,12 @@ def gathered(c: Correlation, tap: Expr, row: Expr, exists: Expr) -> tuple[Expr, 
 
 
 def columns_before(c: Correlation, output: Expr) -> Expr:
-    """Count the columns of a tile's group before those that an output has weights for."""
-    return 0 if c.merged == 1 else T.bind(output // c.own_outputs * c.own_inputs)
+    """Count the columns of a tile's group before those that an output has weights for.
+
+    It is hidden from compilers: of two stores of which one is done they make one of one of two sums, whose address is
+    chosen, so that all sums are in memory.
+    """
+    return 0 if c.merged == 1 else d.hidden(output // c.own_outputs * c.own_inputs)
 
 
 def put_pair(partials: Buffer, index: Expr, acc: Buffer, at: Expr, inner: Expr, depth: int, whole: bool) -> None:

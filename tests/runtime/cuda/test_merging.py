@@ -152,6 +152,7 @@ def test_layers_of_networks_are_multiplied_by_warpgroups(name):
         ("resnext-128-56", BACKWARD),
         ("resnext-512-28", FORWARD),
         ("resnext-512-28", WEIGHT),
+        ("resnext-1024-7", WEIGHT),  # two groups: of each pair of sums an output has one
         ("regnet-336-14", BACKWARD),
     ],
 )
