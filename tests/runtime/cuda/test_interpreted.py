@@ -64,6 +64,21 @@ def gated_layers() -> onnx.ModelProto:
     return net.model(net.op("Add", x, net.op("Mul", y, factors)), 12)
 
 
+def grouped_layers() -> onnx.ModelProto:
+    """Two bottlenecks of ResNeXt, the second strided, with groups of four and of six channels."""
+    net = nets.Net()
+    x = net.op("Relu", net.bn(net.conv("image", 3, 16, 3, 2), 16))
+    for count, each, stride in ((6, 4, 1), (4, 6, 2)):
+        width = count * each
+        y = net.op("Relu", net.bn(net.conv(x, 16, width), width))
+        weight = net.weight(net.rng.standard_normal((width, each, 3, 3)) / 6)
+        window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [stride] * 2, "group": count}
+        y = net.op("Relu", net.bn(net.op("Conv", y, weight, **window), width))
+        y = net.bn(net.conv(y, width, 16), 16)
+        x = net.op("Relu", net.op("Add", x if stride == 1 else net.bn(net.conv(x, 16, 16, 1, 2), 16), y))
+    return net.model(x, 16)
+
+
 def graph_of(level: str) -> TrainingGraph:
     model = build_training_graph(dense_layers())
     return open_graph(model if level == "none" else rewrite(open_graph(model).model, level=level))
@@ -128,10 +143,13 @@ def test_gradients_of_a_dense_block_are_the_cpu_s(monkeypatch, level, precision,
     assert distance(mine.evaluate(images), cpu.evaluate(images)) < tolerance
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 0.05)])
-def test_gradients_behind_gates_are_the_cpu_s(monkeypatch, precision, tolerance):
+@pytest.mark.parametrize(
+    ("network", "precision", "tolerance"),
+    [(gated_layers, "fp32", 2e-5), (gated_layers, "bf16", 0.05), (grouped_layers, "fp32", 2e-5)],
+)
+def test_gradients_behind_gates_and_of_groups_are_the_cpu_s(monkeypatch, network, precision, tolerance):
     fake = install(monkeypatch, FakeCuda(seed=5))
-    fused = rewrite(open_graph(build_training_graph(gated_layers())).model)
+    fused = rewrite(open_graph(build_training_graph(network())).model)
     assert fused.report.unfused == ()
     graph = open_graph(fused.model)
     cpu = compile_step(graph, threads=1)
