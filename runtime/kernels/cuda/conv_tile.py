@@ -20,6 +20,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_places import Places
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile
@@ -32,6 +33,7 @@ from bnfuse.runtime.kernels.cuda.operand import (
     chunks_of,
     element_size,
     flat_elements,
+    read_ahead,
     swizzled,
     vector_width,
 )
@@ -80,6 +82,7 @@ class Emitter:
         if self.plan.read == "gather":
             taps = self.where.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
+        self.prefetch(problem)
         self.steps(steps)
         d.wait(0)
         d.sync()
@@ -90,6 +93,7 @@ class Emitter:
         self.fill_ahead(steps)
         with T.serial(0, steps) as step:
             side = T.bind(step % self.tile.buffers)
+            self.prepare(step)
             d.wait(self.tile.ahead - 1)
             self.finish(step, side)
             d.sync()
@@ -104,6 +108,26 @@ class Emitter:
             known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
             d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
             d.commit()
+
+    def prefetch(self, problem: Problem) -> None:
+        """Ask for what the epilogue is going to read, so that it comes while the products run."""
+        for name in dict.fromkeys(EpiloguePlan(problem).maps):
+            if problem.map(name).spread == 1:  # of others a line or two
+                self.prefetch_map(self.block.map(name, problem.map(name)))
+
+    def prefetch_map(self, held: d.Map) -> None:
+        """Ask for the lines of a map under the tile's result."""
+        per_line, whole = d.LINE_BYTES // d.size_of(held.type.dtype), self.c.outputs % self.plan.outputs == 0
+        lines = -(-self.plan.outputs // per_line)
+        first = self.group * self.c.outputs + self.first_output
+
+        def one(i: Expr) -> None:
+            pixel, valid = self.where.destination_pixel(T.bind(self.where.pixel(i // lines)))
+            channel = i % lines * per_line
+            inside = d.all_of(valid, d.below(self.first_output + channel, self.c.outputs, whole))
+            d.when(inside, lambda: d.prefetch(held.buffer.ptr_to([held.at(pixel, first + channel)])))
+
+        self.block.each(self.plan.pixels * lines, one)
 
     # -- shared memory ---------------------------------------------------------------------------------------------
 
@@ -270,18 +294,32 @@ class Emitter:
         assert size * vector == d.VECTOR_BYTES
         self.block.each(tile.weight_taps * self.plan.outputs * per_row, one)
 
+    @property
+    def lies_there(self) -> bool:
+        """Tell whether what has been fetched needs nothing done to it; there are zeros where there is padding."""
+        return self.tile.ring and self.loader.is_plain
+
+    def channel_of_step(self, step: Expr) -> tuple[Expr, Expr | None]:
+        """Find what `channel_of` does of a step's chunk; a halo tile's step is a chunk here."""
+        channel, left = self.channel_of(step if self.plan.halo else step % self.tile.chunks)
+        return T.bind(channel), None if left is None else T.bind(left)
+
+    def prepare(self, step: Expr) -> None:
+        """Load the coefficients for `finish` of a step: before the wait for what has been fetched."""
+        if self.plan.read == "flat" or self.lies_there:
+            return
+        channel, left = self.channel_of_step(step)
+        aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
+        self.loader.load_coefficients(channel, aligned, left)
+
     def finish(self, step: Expr, side: Expr, first: Expr = 0, count: int | None = None) -> None:
         """Take what has been fetched through the prologue, into shared memory: all passes, or some of a ring's."""
         if self.plan.read == "flat":
             self.finish_flat(step, side)
             return
-        if self.tile.ring and self.loader.is_plain:
-            return  # it lies there, and zeros where there is padding
-        chunk = step if self.plan.halo else step % self.tile.chunks
-        channel, left = self.channel_of(chunk)
-        channel, left = T.bind(channel), None if left is None else T.bind(left)
-        aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
-        self.loader.load_coefficients(channel, aligned, left)
+        if self.lies_there:
+            return
+        channel, left = self.channel_of_step(step)
         base = T.bind(self.source_at(side) // 4)
         v, h = self.c.vertical, self.c.horizontal
         down: Expr = 0
@@ -291,30 +329,34 @@ class Emitter:
             across = self.where.phase_value(v, h, lambda _, p: max(p.count, 1))
             down, right = T.bind(tap // across * v.step), T.bind(tap % across * h.step)
 
-        def taken(i: Expr) -> Buffer:
-            if not self.tile.ring:
-                return self.loader.finish(i)
+        def read(i: Expr, held: Expr) -> None:
             pixel: Expr = 0
             valid: Expr = True
             if self.loader.needs_pixels:
                 pixel, valid = self.halo_pixel(i) if self.plan.halo else self.gathered_pixel(i, down, right)
-            return self.loader.take(self.slot(step, i), pixel, channel, valid, left)
+            self.loader.read(held, self.slot(step, i), pixel, channel, valid, left)
 
-        def take(i: Expr) -> None:
+        def use(i: Expr, held: Expr) -> None:
             row = T.bind(self.source_row + i * self.stride)
-            made = taken(i)
+            made = self.loader.finish(held)
             if not self.plan.halo and not self.c.is_pointwise:  # padding is zero behind the prologue
                 _, valid = self.gathered_pixel(i, down, right)
                 for word in range(4):
                     d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
-
             self.put_row(made, row, base)
 
-        def one(i: Expr) -> None:
-            there = d.below(i, self.passes, count is None)
-            d.when(d.all_of(there, self.own_row(i)) if self.tile.ring else True, lambda: take(i))
+        if not self.tile.ring:
+            d.unrolled(self.passes, lambda i: use(i, i))
+            return
 
-        d.unrolled(self.passes if count is None else count, lambda i: one(first + i))
+        def own(body: Callable[[Expr, Expr], None]) -> Callable[[Expr, Expr], None]:
+            def one(i: Expr, held: Expr) -> None:
+                there = d.below(first + i, self.passes, count is None)
+                d.when(d.all_of(there, self.own_row(first + i)), lambda: body(first + i, held))
+
+            return one
+
+        read_ahead(self.passes if count is None else count, own(read), own(use))
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
         """Take a flat step through the prologue: elements of a vector differ in channel, and repeat by tap."""

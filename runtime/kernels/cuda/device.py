@@ -27,6 +27,7 @@ Buffer = Any
 
 WARP = 32
 VECTOR_BYTES = 16  # of the widest access of a thread
+LINE_BYTES = 128  # of global memory, as caches hold it
 RESERVED = 1024  # bytes of shared memory that the system takes of each block
 RAW = {"bfloat16": "uint16", "float16": "uint16"}
 SIZES = {"bfloat16": 2, "float16": 2, "uint8": 1, "float64": 8, "int64": 8}
@@ -446,6 +447,11 @@ def copy_async(address: Expr, source: Any, size: int = VECTOR_BYTES, valid: Expr
         T.evaluate(T.ptx[name](address, source, size))
     else:
         T.evaluate(T.ptx[name](address, source, size, tirx.Select(valid, T.uint32(size), T.uint32(0))))
+
+
+def prefetch(source: Any) -> None:
+    """Ask for the line of global memory that has an element, to have it in the L2 cache. Nothing waits for it."""
+    T.evaluate(T.ptx["prefetch.global.L2"](source))
 
 
 def commit() -> None:

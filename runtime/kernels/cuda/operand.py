@@ -28,6 +28,8 @@ from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
+HELD = 2  # vectors of a ring that a thread has in registers: the one it works on, and the next
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -111,7 +113,7 @@ def can_ring(operand: Operand, precision: str) -> bool:
 
 @dataclasses.dataclass
 class Loader:
-    """The registers through which a thread brings `passes` vectors of channels; with `ring` those of one."""
+    """The registers through which a thread brings `passes` vectors of channels; with `ring` those of HELD at most."""
 
     operand: Operand
     block: Block
@@ -137,7 +139,7 @@ class Loader:
     ) -> Loader:
         """Allocate the registers of an operand, for `width` channels (None: 16 bytes of them)."""
         width = width or vector_width(precision)
-        passes = 1 if ring else passes
+        passes = min(passes, HELD) if ring else passes
         lanes = Lanes.of(width, *operand.streamed.values())
         return Loader(
             operand,
@@ -189,18 +191,18 @@ class Loader:
                 address = start + T.uint32(first * size)
                 d.copy_async(address, source.buffer.ptr_to([at]), access * size, there)
 
-    def take(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> Buffer:
-        """Take what has been copied through the prologue: words to be put in its place, four of 16 bytes.
+    def read(self, index: Expr, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
+        """Read what has been copied, for `finish` of pass `index`, which is below HELD.
 
         Pixel, channel and the rest are those of `copy`; `needs_pixels` says whether they matter.
         """
         assert self.ring is not None
         store, words = self.ring.view("uint32"), self.words
-        self._fetch(self.operand.by_image, 0, pixel, channel, valid, left)
+        self._fetch(self.operand.by_image, index, pixel, channel, valid, left)
         for n, name in enumerate(self.operand.streamed):
             start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
-            T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, words)], [T.ramp(0, 1, words)])
-        return self.finish(0)
+            place = T.ramp(index * words, 1, words)
+            T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, words)], [place])
 
     def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
         """Start loading pass `index`. Where not `valid` it is zeros."""
@@ -275,6 +277,18 @@ class Loader:
             d.put(self.result, j, value)
         round_words(self.precision, self.result, self.packed, self.words, relu=relu)
         return self.packed
+
+
+def read_ahead(count: int, read: Callable[[int, int], None], use: Callable[[int, int], None]) -> None:
+    """Emit `read(i, held)` and `use(i, held)` for each pass, the next one's reading before a pass is used.
+
+    What is used is written to the shared memory that is read, so that a compiler would not do it. `held` is below HELD.
+    """
+    for i in range(count + 1):
+        if i < count:
+            read(i, i % HELD)
+        if i:
+            use(i - 1, (i - 1) % HELD)
 
 
 def vector_width(precision: str) -> int:

@@ -26,7 +26,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
-from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of
+from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, read_ahead
 from bnfuse.runtime.kernels.cuda.weight_sizes import GroupTile
 from bnfuse.runtime.kernels.cuda.weight_slide import place
 from bnfuse.runtime.kernels.cuda.weight_tile import columns_before, gathered, put_pair
@@ -212,20 +212,25 @@ class GroupEmitter:
             return
         for column in range(side.columns):
             self.load_coefficients(side, column)
-            channel, left = side.channel + column * COLUMN, side.left_at(column)
-            for row in range(self.rows):
-                slot = self.slot(side, step, column, row)
+
+            def read(row: int, held: int, column: int = column) -> None:
                 pixel, exists = self.pixel(step, row) if loader.needs_pixels else (0, True)
                 if loader.needs_pixels and side is self.source:
                     pixel, exists = gathered(self.c, self.tap, pixel, exists)
-                made = loader.take(slot, pixel, channel, exists, left)
+                slot, channel = self.slot(side, step, column, row), side.channel + column * COLUMN
+                loader.read(held, slot, pixel, channel, exists, side.left_at(column))
+
+            def use(row: int, held: int, column: int = column) -> None:
+                made = loader.finish(held)
                 if side is self.cleared:
                     filled_since = (self.tile.ahead - 1) * self.rows  # bits
                     valid = self.is_inside(filled_since + row)
                     for word in range(loader.words):
                         d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
-                span = T.ramp(0, 1, loader.words)
-                T.buffer_store(self.store, made[span], [T.ramp(slot.place // 4, 1, loader.words)])
+                span, place = T.ramp(0, 1, loader.words), self.slot(side, step, column, row).place
+                T.buffer_store(self.store, made[span], [T.ramp(place // 4, 1, loader.words)])
+
+            read_ahead(self.rows, read, use)
 
     def load_coefficients(self, side: Side, column: int) -> None:
         """Load the coefficients of the thread's channels."""

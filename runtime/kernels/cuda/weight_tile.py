@@ -24,7 +24,16 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
-from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, element_size, flat_elements, swizzled
+from bnfuse.runtime.kernels.cuda.operand import (
+    Loader,
+    Operand,
+    Slot,
+    chunks_of,
+    element_size,
+    flat_elements,
+    read_ahead,
+    swizzled,
+)
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile
 
 
@@ -467,10 +476,12 @@ class Rows:
         self.load_coefficients(channel, total % 4 == 0, left)
         words = self.loader.words
 
-        def take(i: Expr) -> None:
-            slot = slots(i)
-            pixel, exists = pixel_of(self.row(i)) if self.ring and self.loader.needs_pixels else (0, True)
-            made = self.loader.take(slot, pixel, channel, exists, left) if self.ring else self.loader.finish(i)
+        def read(i: Expr, held: Expr) -> None:
+            pixel, exists = pixel_of(self.row(i)) if self.loader.needs_pixels else (0, True)
+            self.loader.read(held, slots(i), pixel, channel, exists, left)
+
+        def take(i: Expr, held: Expr) -> None:
+            slot, made = slots(i), self.loader.finish(held)
             if inside is not None:
                 valid = inside(self.row(i))
                 for word in range(words):
@@ -482,7 +493,11 @@ class Rows:
             keep(slot)
             d.when(slot.twice, lambda: keep(slot.second))
 
-        d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i)))
+        if self.ring:
+            own = lambda body: lambda i, held: d.when(self.own(i), lambda: body(i, held))  # noqa: E731
+            read_ahead(self.passes, own(read), own(take))
+        else:
+            d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i, i)))
 
     def finish_flat(self, store: Buffer, base: Expr, place: Place, channel_of: Callable[[int], Expr]) -> None:
         """Take flat rows through the prologue, to byte `base`; element j has the channel `channel_of(j)`."""
