@@ -213,18 +213,19 @@ def _by_nvrtc(nvrtc: Any, source: str, arch: str) -> tuple[bytes, str]:
         program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"bnfuse.cu", len(names), texts, names))
     except RuntimeError as error:  # the library itself is missing
         raise BnfuseError(f"NVRTC cannot be loaded ({str(error).splitlines()[0]}): {REMEDY}") from None
-    options = [f"--gpu-architecture={arch}", "--ptxas-options=-v", "-default-device", "-w", "-std=c++17"]
+    # kernels are kept by us; from a cache of its own it gives code without saying what ptxas said of it
+    options = [f"--gpu-architecture={arch}", "--ptxas-options=-v", "--no-cache", "-default-device", "-w", "-std=c++17"]
     options += [f"-I{folder}" for folder in include_folders()]
     result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    size = check(nvrtc.nvrtcGetProgramLogSize(program))
-    log = b" " * size
+    # what C writes to is never bytes: Python has one object for all bytes of length 1, such as an empty log's
+    log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
     check(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace")
     check(result, text)
-    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
     check(nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
-    return cubin, text
+    return bytes(cubin), text
 
 
 def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:

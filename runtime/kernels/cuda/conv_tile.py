@@ -20,7 +20,6 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_places import Places
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile
@@ -82,7 +81,6 @@ class Emitter:
         if self.plan.read == "gather":
             taps = self.where.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
-        self.prefetch(problem)
         self.steps(steps)
         d.wait(0)
         d.sync()
@@ -108,26 +106,6 @@ class Emitter:
             known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
             d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
             d.commit()
-
-    def prefetch(self, problem: Problem) -> None:
-        """Ask for what the epilogue is going to read, so that it comes while the products run."""
-        for name in dict.fromkeys(EpiloguePlan(problem).maps):
-            if problem.map(name).spread == 1:  # of others a line or two
-                self.prefetch_map(self.block.map(name, problem.map(name)))
-
-    def prefetch_map(self, held: d.Map) -> None:
-        """Ask for the lines of a map under the tile's result."""
-        per_line, whole = d.LINE_BYTES // d.size_of(held.type.dtype), self.c.outputs % self.plan.outputs == 0
-        lines = -(-self.plan.outputs // per_line)
-        first = self.group * self.c.outputs + self.first_output
-
-        def one(i: Expr) -> None:
-            pixel, valid = self.where.destination_pixel(T.bind(self.where.pixel(i // lines)))
-            channel = i % lines * per_line
-            inside = d.all_of(valid, d.below(self.first_output + channel, self.c.outputs, whole))
-            d.when(inside, lambda: d.prefetch(held.buffer.ptr_to([held.at(pixel, first + channel)])))
-
-        self.block.each(self.plan.pixels * lines, one)
 
     # -- shared memory ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ Buffer = Any
 
 WARP = 32
 VECTOR_BYTES = 16  # of the widest access of a thread
-LINE_BYTES = 128  # of global memory, as caches hold it
 RESERVED = 1024  # bytes of shared memory that the system takes of each block
 RAW = {"bfloat16": "uint16", "float16": "uint16"}
 SIZES = {"bfloat16": 2, "float16": 2, "uint8": 1, "float64": 8, "int64": 8}
@@ -84,8 +83,12 @@ class Block:
         return name in self.buffers
 
     def map(self, name: str, kind: MapType) -> Map:
-        """Find the map among the arguments, with the offset of its slot."""
-        return Map(self.buffers[name], self.offsets[name], kind)
+        """Find the map among the arguments, with the offset of its slot.
+
+        That it is a multiple of `align` is written out: TVM loads a vector as one where it can prove that.
+        """
+        offset = self.offsets[name]
+        return Map(self.buffers[name], offset // kind.align * kind.align if kind.align > 1 else offset, kind)
 
     @property
     def lane(self) -> Expr:
@@ -447,11 +450,6 @@ def copy_async(address: Expr, source: Any, size: int = VECTOR_BYTES, valid: Expr
         T.evaluate(T.ptx[name](address, source, size))
     else:
         T.evaluate(T.ptx[name](address, source, size, tirx.Select(valid, T.uint32(size), T.uint32(0))))
-
-
-def prefetch(source: Any) -> None:
-    """Ask for the line of global memory that has an element, to have it in the L2 cache. Nothing waits for it."""
-    T.evaluate(T.ptx["prefetch.global.L2"](source))
 
 
 def commit() -> None:
