@@ -53,32 +53,25 @@ class GroupEmitter(Emitter):
         if self.plan.halo:
             self.fetch(0, 0, self.halo_pixel)
         self.fill_ahead(steps)
-        self.prepare(0)
         d.wait(ahead - 1)
         self.finish(0, 0)
         wgmma.publish()
         self.place_rows()
         with T.serial(0, steps) as step:
             d.sync()
-            self.load_early(at_first_tap=True)
             self.begin_products()
             if several:
                 self.fill_chunk()
             d.when(step + ahead < steps, lambda: self.fill(step + ahead))
             d.commit()
-            if several:
-                d.when(self.is_due(), lambda: self.prepare(self.read.chunk[0] + 1))
-            elif not self.plan.halo:
-                d.when(step + 1 < steps, lambda: self.prepare(step + 1))
             d.wait(ahead - 1)
             if several:
-                d.when(self.is_due(), self.finish_some)
+                self.finish_some()
             elif not self.plan.halo:
                 d.when(step + 1 < steps, lambda: self.finish(step + 1, (step + 1) % self.tile.source_buffers))
             wgmma.publish()
             self.read.advance()
             self.place_rows()
-            self.load_early(at_first_tap=False)
         wgmma.wait()
 
     def fill(self, step: Expr) -> None:
@@ -95,43 +88,24 @@ class GroupEmitter(Emitter):
         begins = d.all_of(self.read.tap[0] == 0, chunk < self.tile.chunks)
         d.when(begins, lambda: self.fetch(chunk, chunk, self.halo_pixel))
 
-    def is_due(self) -> Expr:
-        """Tell whether there is a next chunk, whose source has come."""
-        return d.all_of(self.read.tap[0] >= self.tile.ahead - 1, self.read.chunk[0] + 1 < self.tile.chunks)
-
     def finish_some(self) -> None:
         """Take a part of the next chunk's source through the prologue: what has come is shared among the taps left."""
         tile, chunk = self.tile, self.read.chunk[0] + 1
         since = self.read.tap[0] - (tile.ahead - 1)  # taps
         count = -(-tile.passes // (tile.taps - tile.ahead + 1))
-        self.finish(chunk, chunk % tile.source_buffers, since * count, count)
+        due = d.all_of(since >= 0, chunk < tile.chunks)
+        d.when(due, lambda: self.finish(chunk, chunk % tile.source_buffers, since * count, count))
 
-    def load_early(self, *, at_first_tap: bool) -> None:
-        """Load the first part's fragments: before the barrier of their step, but for a chunk's first tap.
-
-        What later taps read has been there since; only weights are new.
-        """
-        first = self.read.tap[0] == 0 if self.tile.taps > 1 else True
-        due = first if at_first_tap else tirx.Not(first) if self.tile.taps > 1 else False
-        d.when(due, lambda: self.load_part(range(PARTS[0])))
-
-    def load_part(self, ks: range) -> None:
-        """Load the fragments of some of a step's products."""
+    def begin_products(self) -> None:
+        """Begin the products of a step."""
+        tile = self.tile
+        held = self.shared.address + tirx.Cast("uint32", self.tile.weights_at + self.read.weights[0])
+        weight = T.bind(wgmma.along_rows(held))
         rows, words = self.fragments[0], self.fragments[0] * 4
 
         def load(i: Expr, k: int) -> None:
             chunk = tirx.bitwise_xor(T.uint32(k * 2) + self.half, self.turns[i])
             d.ldmatrix(self.a, k * words + i * 4, self.places[i] + chunk * T.uint32(d.VECTOR_BYTES))
-
-        for k in ks:
-            d.unrolled(rows, lambda i, k=k: load(i, k))  # type: ignore[misc]
-
-    def begin_products(self) -> None:
-        """Begin the products of a step, whose first part's fragments are loaded."""
-        tile = self.tile
-        held = self.shared.address + tirx.Cast("uint32", self.tile.weights_at + self.read.weights[0])
-        weight = T.bind(wgmma.along_rows(held))
-        rows, words = self.fragments[0], self.fragments[0] * 4
 
         def product(i: Expr, k: int) -> None:
             a = [self.a[k * words + i * 4 + u] for u in range(4)]
@@ -142,8 +116,8 @@ class GroupEmitter(Emitter):
         for part in PARTS:
             ks = range(done, done + part)
             done += part
-            if ks.start:
-                self.load_part(ks)
+            for k in ks:
+                d.unrolled(rows, lambda i, k=k: load(i, k))  # type: ignore[misc]
             wgmma.fence()
             for k in ks:
                 d.unrolled(rows, lambda i, k=k: product(i, k))  # type: ignore[misc]

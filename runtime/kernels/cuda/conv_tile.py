@@ -91,7 +91,6 @@ class Emitter:
         self.fill_ahead(steps)
         with T.serial(0, steps) as step:
             side = T.bind(step % self.tile.buffers)
-            self.prepare(step)
             d.wait(self.tile.ahead - 1)
             self.finish(step, side)
             d.sync()
@@ -272,32 +271,17 @@ class Emitter:
         assert size * vector == d.VECTOR_BYTES
         self.block.each(tile.weight_taps * self.plan.outputs * per_row, one)
 
-    @property
-    def lies_there(self) -> bool:
-        """Tell whether what has been fetched needs nothing done to it; there are zeros where there is padding."""
-        return self.tile.ring and self.loader.is_plain
-
-    def channel_of_step(self, step: Expr) -> tuple[Expr, Expr | None]:
-        """Find what `channel_of` does of a step's chunk; a halo tile's step is a chunk here."""
-        channel, left = self.channel_of(step if self.plan.halo else step % self.tile.chunks)
-        return T.bind(channel), None if left is None else T.bind(left)
-
-    def prepare(self, step: Expr) -> None:
-        """Load the coefficients for `finish` of a step: before the wait for what has been fetched."""
-        if self.plan.read == "flat" or self.lies_there:
-            return
-        channel, left = self.channel_of_step(step)
-        aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
-        self.loader.load_coefficients(channel, aligned, left)
-
     def finish(self, step: Expr, side: Expr, first: Expr = 0, count: int | None = None) -> None:
         """Take what has been fetched through the prologue, into shared memory: all passes, or some of a ring's."""
         if self.plan.read == "flat":
             self.finish_flat(step, side)
             return
-        if self.lies_there:
-            return
-        channel, left = self.channel_of_step(step)
+        if self.tile.ring and self.loader.is_plain:
+            return  # it lies there, and zeros where there is padding
+        channel, left = self.channel_of(step if self.plan.halo else step % self.tile.chunks)
+        channel, left = T.bind(channel), None if left is None else T.bind(left)
+        aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
+        self.loader.load_coefficients(channel, aligned, left)
         base = T.bind(self.source_at(side) // 4)
         v, h = self.c.vertical, self.c.horizontal
         down: Expr = 0

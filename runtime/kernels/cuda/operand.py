@@ -324,8 +324,7 @@ def round_words(precision: str, values: Buffer, into: Buffer, count: int = 4, *,
 def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned: bool, left: Expr | None) -> None:
     """Load `width` elements of a per-channel vector; zeros from `left` on.
 
-    `aligned`: channel is a multiple of 4. It is loaded where this stands: what is only read a compiler moves behind a
-    wait that it does not depend on.
+    `aligned`: channel is a multiple of 4.
     """
     step = 4 if aligned else 1
     for first in range(0, width, step):
@@ -334,8 +333,7 @@ def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned
             if step == 1:
                 d.put(into, first, source[channel + first])
             else:
-                held = [into[first + i] for i in range(4)]
-                T.evaluate(T.ptx["ld.global.nc.v4.f32"](*held, source.ptr_to([channel + first])))
+                T.buffer_store(into, source[T.ramp(channel + first, 1, 4)], [T.ramp(first, 1, 4)])
 
         if left is None:
             load()

@@ -227,8 +227,8 @@ class GroupEmitter:
                     valid = self.is_inside(filled_since + row)
                     for word in range(loader.words):
                         d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
-                span, place = T.ramp(0, 1, loader.words), self.slot(side, step, column, row).place
-                T.buffer_store(self.store, made[span], [T.ramp(place // 4, 1, loader.words)])
+                first = self.slot(side, step, column, row).place // 4
+                T.buffer_store(self.store, made[T.ramp(0, 1, loader.words)], [T.ramp(first, 1, loader.words)])
 
             read_ahead(self.rows, read, use)
 
