@@ -113,7 +113,7 @@ def can_ring(operand: Operand, precision: str) -> bool:
 
 @dataclasses.dataclass
 class Loader:
-    """The registers through which a thread brings `passes` vectors of channels; with `ring` those of HELD at most."""
+    """The registers through which a thread brings `passes` vectors of channels; with `ring` those of HELD."""
 
     operand: Operand
     block: Block
@@ -139,7 +139,7 @@ class Loader:
     ) -> Loader:
         """Allocate the registers of an operand, for `width` channels (None: 16 bytes of them)."""
         width = width or vector_width(precision)
-        passes = min(passes, HELD) if ring else passes
+        passes = HELD if ring else passes
         lanes = Lanes.of(width, *operand.streamed.values())
         return Loader(
             operand,
