@@ -61,12 +61,14 @@ def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward:
     """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor.
 
     Forward, and where a source serves several taps, products of warpgroups are faster; else what comes from memory is
-    waited for. Their tiles are large: where these are too few, smaller ones are better.
+    waited for. Their tiles are large: where these are too few, or are gathered for merged groups, smaller ones are
+    better (D116, D120).
     """
     reads = with_fallback(read_of(c, forward=forward))
     by_groups = group_plans(c, operand, target, reads)
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
-    first = bool(by_groups) and (by_groups[0].halo or (forward and _fills(c, by_groups[0], target)))
+    dense = forward and c.merged == 1
+    first = bool(by_groups) and (by_groups[0].halo or (dense and _fills(c, by_groups[0], target)))
     yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
 
 

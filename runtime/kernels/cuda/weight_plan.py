@@ -60,8 +60,9 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
 def _suits_groups(c: Correlation) -> bool:
     """Tell whether products of warpgroups are the faster ones of a tap: of several taps, or where dy, as the smaller
     side, has to be brought for many inputs, which their tiles have more of. Else several blocks beside each other, of
-    warps, wait less. Measured by a layer of each kind (D117)."""
-    return c.taps > 1 or (c.outputs > SMALL_SIDE and c.inputs >= MANY_TIMES * c.outputs)
+    warps, wait less: of merged groups as well, which are one tile of 64 by 64. Measured by a layer of each kind (D117,
+    D120)."""
+    return (c.taps > 1 and c.merged == 1) or (c.outputs > SMALL_SIDE and c.inputs >= MANY_TIMES * c.outputs)
 
 
 def _slide_plans(c: Correlation, target: CudaTarget, operands: tuple[Operand, Operand]) -> Iterator[SlidePlan]:
