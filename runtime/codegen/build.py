@@ -41,9 +41,7 @@ def objects(
     keys = [content_key(kernel, request.kind) for kernel, request in zip(kernels, requests, strict=True)]
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
-    # those with most parameters, which take longest, first: no processor is left waiting for one at the end
-    order = sorted(missing.items(), key=lambda one: len(kernels[one[1]].params), reverse=True)
-    tasks = [(key, requests[i], kernels[i].name) for key, i in order]
+    tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
     for target in {kernels[i].target for i in missing.values()}:
         backend_of(target).require_compiler()
     for done, (key, name, made) in enumerate(_compile_all(tasks, workers or usable_cpus()), 1):

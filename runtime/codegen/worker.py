@@ -6,7 +6,6 @@ It takes requests on its standard input, one a line, and answers on its standard
 from __future__ import annotations
 
 import base64
-import gc
 import os
 import pickle
 import sys
@@ -22,7 +21,6 @@ def serve() -> None:
     import_tvm()
     from bnfuse.runtime.codegen.build import compile_kernel
 
-    gc.freeze()  # what was imported stays
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing that is printed on the way may pass for an answer
     for line in sys.stdin.buffer:
         try:

@@ -1,8 +1,8 @@
 """From a kernel's PrimFunc to machine code: TVM's passes, those of them that it takes, and an entry of our own.
 
 TVM's sequence has 46: for GPUs, for blocks of a schedule, for types of 8 bits, to verify. Left out besides: hoisting of
-conditions, which LLVM sees to itself; storage rewrite, which would turn `registers` into heap memory; compaction, as
-buffers are made as large as they are used.
+conditions and common subexpressions, which LLVM sees to itself; storage rewrite, which would turn `registers` into heap
+memory; compaction, as buffers are made as large as they are used.
 
 TVM's entry looks at each argument's type, shape, strides and place, twice: a third of the code, to say in each launch
 what is seen to once where a program is lowered, and where a file is read. Ours takes tensors as they come.
@@ -51,7 +51,6 @@ def sequence() -> Any:
             s_tir.transform.RenormalizeSplitPattern(),
             tirx.transform.StmtSimplify(),
             s_tir.transform.RewriteUnsafeSelect(),
-            tirx.transform.CommonSubexprElim(),
             tvm.ir.transform.module_pass(with_entries, opt_level=0),
             tirx.transform.LowerTVMBuiltin(),
             tirx.transform.LowerIntrin(),
