@@ -17,7 +17,7 @@ from bnfuse.core import version
 from bnfuse.core.interpreter import import_root
 from bnfuse.runtime.kernels.registry import KERNELS
 
-COMPILERS = {"cpu": f"{KERNELS}.cpu.compile", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles a target's kernels
+COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles a target's kernels
 PROGRAMS = "bnfuse.runtime.compile"
 
 TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.MULTILINE)

@@ -18,9 +18,8 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.cpu.backend import CpuBackend
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu import amx
+from bnfuse.runtime.kernels.cpu import amx, tir
 from bnfuse.runtime.kernels.cpu.amx_forward import AmxTiles, choose_amx_tiles
-from bnfuse.runtime.kernels.cpu.compile import compile_function
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward, seen
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets import cpus
@@ -124,7 +123,7 @@ RAPIDS = CpuTarget("sapphirerapids", 16, 2, "bf16", amx=True)
 
 
 def test_the_code_loads_two_tiles_of_either_side_for_four_products():
-    executable = compile_function(conv_forward(problem(), RAPIDS).build(), RAPIDS)
+    executable = tir.compile_function(conv_forward(problem(), RAPIDS).build(), RAPIDS)
     code = executable.mod.inspect_source("asm")
     names = ("tdpbf16ps", "tileloadd", "tilezero", "tilestored", "ldtilecfg", "tilerelease")
     count = {name: len(re.findall(rf"\t{name}\b", code)) for name in names}

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from source_files import load
 from transposed_case import FORWARD, INPUT, WEIGHT, TransposedCase
 
-from bnfuse.runtime.kernels.cpu import amx, amx_backward
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import amx, amx_backward, tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -184,7 +183,7 @@ def problem(
 
 def test_the_code_loads_two_tiles_of_either_side_for_four_products():
     for each, zeros in ((problem(), 4), (problem(512, 512, size=7), 8)):  # dx begins with zeros, or dweight too
-        executable = compile_function(conv_backward(each, RAPIDS).build(), RAPIDS)
+        executable = tir.compile_function(conv_backward(each, RAPIDS).build(), RAPIDS)
         code = executable.mod.inspect_source("asm")
         count = {
             name: len(re.findall(rf"\t{name}\b", code)) for name in ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")

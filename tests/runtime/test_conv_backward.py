@@ -24,7 +24,7 @@ from bnfuse.opset.spec import (
 )
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
@@ -315,7 +315,7 @@ def test_tiles(case: Case, tiles: tuple[int, int, tuple[int, int, int]]) -> None
 def test_inner_loops_keep_their_sums_in_registers() -> None:
     """The loops over k (28 sums) and over pixels (16 sums): nothing but loads of operands and multiply-adds."""
     case = Case(FULL, 2, 14, 14, 64, 64, (3, 3), pads=(1, 1, 1, 1))
-    executable = compile_function(conv_backward(case.problem(), WIDE, "direct").build(), WIDE)
+    executable = tir.compile_function(conv_backward(case.problem(), WIDE, "direct").build(), WIDE)
     blocks = re.split(r"\n(?=\.\w+:)", executable.mod.inspect_source("asm"))
     loops = [block for block in blocks if block.count("vfmadd") in (16, 28) and re.search(r"\tj\w+\t", block)]
     tight = [body for body in (loop[: re.search(r"\tj\w+\t", loop).start()] for loop in loops) if "zmm" in body]

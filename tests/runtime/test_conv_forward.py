@@ -19,7 +19,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import choose_depthwise_tiles
 from bnfuse.runtime.kernels.cpu.tiles import balanced, choose_tiles, conv_shape, flatten, tile_bytes
@@ -245,7 +245,7 @@ def problem(case: Case, out: tuple[int, int]) -> Problem:
 def test_inner_loop_is_multiplications_in_registers():
     """14 pixels x 2 vectors: 28 FMAs a channel, two loads of weights, no stack."""
     kernel = conv_forward(problem(Case(FULL, 1, 28, 28, 64, 128), (28, 28)), AVX512)
-    assembly = compile_function(kernel.build(), AVX512).mod.inspect_source("asm")
+    assembly = tir.compile_function(kernel.build(), AVX512).mod.inspect_source("asm")
     bodies = [b for b in innermost_loops(assembly) if sum("vfmadd" in line for line in b) >= 20]
     assert len(bodies) == 1
     (body,) = bodies

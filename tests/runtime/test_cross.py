@@ -18,8 +18,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.io import save
 from bnfuse.runtime import SGD, compile_step, load_step
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward, tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets import cpus
 
@@ -98,7 +97,7 @@ def convolutions(mcpu: str) -> list[Kernel]:
 )
 def test_convolutions_multiply_in_vector_registers_and_call_nothing_but_the_runtime(mcpu, multiply):
     for kernel in convolutions(mcpu):
-        assembly = compile_function(kernel.build(), kernel.target).mod.inspect_source("asm")
+        assembly = tir.compile_function(kernel.build(), kernel.target).mod.inspect_source("asm")
         assert len(re.findall(multiply, assembly)) >= cpus.vector_registers(kernel.target) // 2, kernel.name
         called = set(re.findall(r"^\s+(?:bl|callq?)\s+([A-Za-z_]\w*)", assembly, re.MULTILINE))
         foreign = {name for name in called if not re.match(r"_*(TVM|tvm)|.*_compute_|memset|memcpy|bzero", name)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.backends.cpu import execute
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import choose_tiles
@@ -101,7 +101,7 @@ def test_tiles(size: int, channels: int, kernel: int, stride: int, tiles: tuple[
 def test_inner_loop_stores_nothing_but_dx() -> None:
     """9 products for dweight and 9 for dx an input; the sums stay in registers."""
     p = problem("NormalizeReluConvGradReluGradReduce", 2, (32, 32), 64, (3, 3))
-    code = str(compile_function(conv_backward(p, WIDE).build(), WIDE).mod.inspect_source("asm"))
+    code = str(tir.compile_function(conv_backward(p, WIDE).build(), WIDE).mod.inspect_source("asm"))
     blocks = re.split(r"\n(?=\.\w+:)", code)
     loops = [block[: jump.start()] for block in blocks if (jump := re.search(r"\tj\w+\t", block))]
     inner = [loop for loop in loops if loop.count("vfmadd") >= 18 and "prefetch" in loop]

@@ -11,8 +11,7 @@ import pytest
 from halves import HALVES, ROUNDING, as_held, of_stored, rounding
 from source_files import load
 
-from bnfuse.runtime.kernels.cpu import products
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import products, tir
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward, conv_shape
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -78,7 +77,7 @@ def forward(target: CpuTarget, cin: int = 128, group: int = 1) -> Problem:
 
 
 def test_the_code_multiplies_pairs_in_registers():
-    executable = compile_function(conv_forward(forward(ZEN), ZEN).build(), ZEN)
+    executable = tir.compile_function(conv_forward(forward(ZEN), ZEN).build(), ZEN)
     code = executable.mod.inspect_source("asm")
     assert len(re.findall(r"\tvdpbf16ps\t", code)) >= 28
     assert not re.findall(r"\tvdpbf16ps\t.*\(%rsp", code)

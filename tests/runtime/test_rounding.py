@@ -10,7 +10,6 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import rounding, tir
-from bnfuse.runtime.kernels.cpu.compile import compile_function
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.targets import cpus
 
@@ -64,6 +63,6 @@ def test_instruction_where_there_is_one(mcpu, instruction):
     target = resolve(f"cpu:{mcpu}", 1, "bf16")
     for looped in (False, True):
         made = kernel(64, target, looped)
-        assembly = str(compile_function(made.build(), target).mod.inspect_source("asm"))
+        assembly = str(tir.compile_function(made.build(), target).mod.inspect_source("asm"))
         assert ("vcvtneps2bf16" in assembly) == instruction
         assert "__truncsfbf2" not in assembly

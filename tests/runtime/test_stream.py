@@ -9,8 +9,7 @@ import pytest
 
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu import stream
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
@@ -69,4 +68,4 @@ def test_only_large_maps_are_streamed(make, monkeypatch) -> None:
 
 
 def assembly(kernel: Kernel) -> str:
-    return str(compile_function(kernel.build(), kernel.target).mod.inspect_source("asm"))
+    return str(tir.compile_function(kernel.build(), kernel.target).mod.inspect_source("asm"))

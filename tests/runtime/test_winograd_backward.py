@@ -23,7 +23,7 @@ from bnfuse.opset.spec import (
 )
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles, shares_blocks
@@ -239,7 +239,7 @@ def test_threads_share_channels_where_weights_outnumber_maps() -> None:
 def test_inner_loops_keep_their_sums_in_registers() -> None:
     """The loops over k (28 sums) and over tiles (16 sums): nothing but loads of operands and multiply-adds."""
     kernel = conv_backward(problem(Case(FULL, 2, 28, 28, 64, 64)), WIDE, "winograd")
-    executable = compile_function(kernel.build(), WIDE)
+    executable = tir.compile_function(kernel.build(), WIDE)
     blocks = re.split(r"\n(?=\.\w+:)", executable.mod.inspect_source("asm"))
     loops = [block for block in blocks if block.count("vfmadd") in (16, 28) and re.search(r"\tj\w+\t", block)]
     tight = [body for body in (loop[: re.search(r"\tj\w+\t", loop).start()] for loop in loops) if "zmm" in body]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from source_files import load
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.cpu.tiles import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_forward_shape import (
@@ -128,7 +128,7 @@ def test_inner_loop_is_multiplications_in_registers():
     """14 squares x 2 vectors: 28 FMAs a channel, two loads of weights, no stack; one loop for all 16 places."""
     case = Case(FULL, 1, 28, 28, 64, 128, WINDOW, pads=SAME)
     kernel = conv_forward(direct.problem(case, (28, 28)), AVX512, "winograd")
-    assembly = compile_function(kernel.build(), AVX512).mod.inspect_source("asm")
+    assembly = tir.compile_function(kernel.build(), AVX512).mod.inspect_source("asm")
     bodies = [b for b in direct.innermost_loops(assembly) if sum("vfmadd" in line for line in b) >= 20]
     assert len(bodies) == 1
     (body,) = bodies

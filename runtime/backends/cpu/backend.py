@@ -52,7 +52,7 @@ class CpuBackend:
 
     def compile(self, kernel: Kernel) -> bytes:
         """Compile an object file, whose symbol is the kernel's name."""
-        from bnfuse.runtime.kernels.cpu.compile import compile_function
+        from bnfuse.runtime.kernels.cpu.tir import compile_function
 
         assert isinstance(kernel.target, CpuTarget)
         executable = compile_function(kernel.build(), kernel.target)

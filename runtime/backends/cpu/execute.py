@@ -11,7 +11,7 @@ import tvm
 from bnfuse.runtime.backends.cpu import permission
 from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.backends.memory import BFLOAT16, as_bits
-from bnfuse.runtime.kernels.cpu.compile import compile_function
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -41,7 +41,7 @@ def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
     assert isinstance(kernel.target, CpuTarget)
     permission.require(kernel.target)
     start_threads(kernel.target.threads)
-    function: Callable[..., Any] = compile_function(kernel.build(), kernel.target)[kernel.name]
+    function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target)[kernel.name]
     return function
 
 

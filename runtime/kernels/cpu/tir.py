@@ -1,4 +1,4 @@
-"""Helpers for writing kernels with TVM's IRBuilder: a kernel's function, its maps, vectors, shares.
+"""Helpers for writing kernels with TVM's IRBuilder: a kernel's function, its maps, vectors, shares, compiling it.
 
 Every buffer is flat. Vectors are written out (`buffer[span(i, 16)]` is a float32x16) or come from `T.vectorized` loops;
 a tail is a narrower vector, which LLVM turns into the few moves that it takes, on every target.
@@ -14,13 +14,16 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu.lanes import constant, like
-from bnfuse.runtime.kernels.cpu.rounding import rounded
+from bnfuse.runtime.kernels.cpu.rounding import rounded, rounding_of
 from bnfuse.runtime.kernels.kernel import MapType, Param
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import CpuTarget
 
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
@@ -230,3 +233,16 @@ def share(items: int, threads: int, thread: Expr) -> tuple[Expr, Expr]:
 def at_most(value: Expr, bound: Expr) -> Expr:
     """Give the smaller one: an int of ints."""
     return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
+
+
+def compile_function(function: Any, target: CpuTarget) -> Any:
+    """Compile a PrimFunc to an executable, which takes its arguments as they come.
+
+    Left out of TVM's passes: storage rewrite would turn `registers` into heap memory (and there is nothing for it to
+    share); buffers are made as large as they are used; and assertions about each argument would be half of the code
+    and of the time, to say in each launch what is seen to once where a program is lowered, and where a file is read.
+    """
+    config = {"tirx.disable_storage_rewrite": True, "tirx.disable_assert": True}
+    passes = tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=["s_tir.CompactBufferAllocation"])
+    with rounding_of(function, target) as complete, passes:
+        return tvm.compile(complete, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
