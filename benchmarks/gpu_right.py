@@ -73,12 +73,10 @@ def numerics(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
 
 
 def our_gradients(step: Any, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By the names of the parameters, and the loss under ""; the scale of the loss taken back."""
+    """By the names of the parameters, and the loss under ""."""
     loss = step.forward(*(feeds[name] for name in step.inputs))
     step.backward()
-    scale = step.loss_scale
-    found = {name: value.astype(np.float64) / scale for name, value in step.gradients().items()}
-    return {"": np.float64(loss), **found}
+    return {"": np.float64(loss), **{name: value.astype(np.float64) for name, value in step.gradients().items()}}
 
 
 def training(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
