@@ -67,8 +67,8 @@ def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward:
     reads = with_fallback(read_of(c, forward=forward))
     by_groups = group_plans(c, operand, target, reads)
     by_warps = warp_plans(c, operand, target, reads, forward=forward)
-    dense = forward and c.merged == 1
-    first = bool(by_groups) and (by_groups[0].halo or (dense and _fills(c, by_groups[0], target)))
+    fills = forward and c.merged == 1 and bool(by_groups) and _fills(c, by_groups[0], target)
+    first = bool(by_groups) and (by_groups[0].halo or fills)
     yield from itertools.chain(*((by_groups, by_warps) if first else (by_warps, by_groups)))
 
 

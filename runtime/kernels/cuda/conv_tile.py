@@ -311,14 +311,11 @@ class Emitter:
             d.unrolled(self.passes, lambda i: use(i, i))
             return
 
-        def own(body: Callable[[Expr, Expr], None]) -> Callable[[Expr, Expr], None]:
-            def one(i: Expr, held: Expr) -> None:
-                there = d.below(first + i, self.passes, count is None)
-                d.when(d.all_of(there, self.own_row(first + i)), lambda: body(first + i, held))
+        def own(i: int) -> Expr:
+            return d.all_of(d.below(first + i, self.passes, count is None), self.own_row(first + i))
 
-            return one
-
-        read_ahead(self.passes if count is None else count, own(read), own(use))
+        number = self.passes if count is None else count
+        read_ahead(number, lambda i, held: read(first + i, held), lambda i, held: use(first + i, held), own)
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
         """Take a flat step through the prologue: elements of a vector differ in channel, and repeat by tap."""

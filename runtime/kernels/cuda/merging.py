@@ -2,8 +2,8 @@
 
 Tiles have 32 or 64 channels on both sides, and copies 16 bytes. Of groups of a few channels most of a tile is idle, and
 each channel is brought for itself. Several groups that fill a tile are as many products as one, and one copy. Packed
-weights (weights.py) have the zeros, partials of weight gradients leave them out; nothing else differs from a
-convolution of fewer groups.
+weights (weights.py) have the zeros, partials of weight gradients leave them out; tiles see a convolution of fewer
+groups. Plans choose between warps and warpgroups otherwise for it (conv_plan.py, weight_plan.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ RATE = 2  # products of warpgroups in the time of one of warps, by the tensor co
 def merged_groups(weight: Sequence[int], group: int, target: CudaTarget) -> int:
     """Choose how many groups of an OIHW weight are one: those that fill tiles with the fewest products, in their time.
 
-    Where several do it is the most, which are copied best. 1 where there is one group, or one input channel in each.
+    Where several do it is the most, which are copied best. 1 where there is one group, or one input channel in each, or
+    where groups fill tiles of warps themselves.
     """
     outputs, inputs = weight[0] // group, weight[1]
-    if inputs == 1:
+    if inputs == 1 or inputs % OF_WARPS == outputs % OF_WARPS == 0:
         return 1
     # a row of taps and channels as one axis (weights.py) has no place for zeros between channels
     counts = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * inputs >= VECTOR)]
@@ -32,7 +33,7 @@ def merged_groups(weight: Sequence[int], group: int, target: CudaTarget) -> int:
 
 
 def _time(inputs: int, outputs: int, target: CudaTarget) -> int:
-    """Count the products of a pixel and tap, as many as warpgroups do in a time."""
+    """Give the time of a pixel and tap: its products with tiles filled up, those of warps counted RATE times."""
     by_warps = RATE * _filled(inputs, OF_WARPS) * _filled(outputs, OF_WARPS)
     if not (target.has_wgmma and min(inputs, outputs) > ROWS // 2):
         return by_warps

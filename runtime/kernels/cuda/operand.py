@@ -163,7 +163,7 @@ class Loader:
 
     @property
     def needs_pixels(self) -> bool:
-        """Tell whether `take` has to know of which pixel a vector is."""
+        """Tell whether `read` has to know of which pixel a vector is."""
         return bool(self.operand.by_image)
 
     @property
@@ -279,16 +279,19 @@ class Loader:
         return self.packed
 
 
-def read_ahead(count: int, read: Callable[[int, int], None], use: Callable[[int, int], None]) -> None:
-    """Emit `read(i, held)` and `use(i, held)` for each pass, the next one's reading before a pass is used.
+Pass = Callable[[int, int], None]  # number, and which of HELD vectors it has
 
-    What is used is written to the shared memory that is read, so that a compiler would not do it. `held` is below HELD.
+
+def read_ahead(count: int, read: Pass, use: Pass, own: Callable[[int], Expr] = lambda i: True) -> None:
+    """Emit `read` and `use` of each pass that is `own`, the next one's reading before a pass is used.
+
+    No pass reads what another one writes. Compilers do not know that, and would not read ahead.
     """
     for i in range(count + 1):
         if i < count:
-            read(i, i % HELD)
+            d.when(own(i), lambda i=i: read(i, i % HELD))  # type: ignore[misc]
         if i:
-            use(i - 1, (i - 1) % HELD)
+            d.when(own(i - 1), lambda i=i - 1: use(i, i % HELD))  # type: ignore[misc]
 
 
 def vector_width(precision: str) -> int:

@@ -361,8 +361,8 @@ def gathered(c: Correlation, tap: Expr, row: Expr, exists: Expr) -> tuple[Expr, 
 def columns_before(c: Correlation, output: Expr) -> Expr:
     """Count the columns of a tile's group before those that an output has weights for.
 
-    It is hidden from compilers: of two stores of which one is done they make one of one of two sums, whose address is
-    chosen, so that all sums are in memory.
+    It is hidden from compilers, which make one store, of acc[a chosen index], of two stores of which one is done: then
+    all sums are in local memory.
     """
     return 0 if c.merged == 1 else d.hidden(output // c.own_outputs * c.own_inputs)
 
@@ -494,8 +494,7 @@ class Rows:
             d.when(slot.twice, lambda: keep(slot.second))
 
         if self.ring:
-            own = lambda body: lambda i, held: d.when(self.own(i), lambda: body(i, held))  # noqa: E731
-            read_ahead(self.passes, own(read), own(take))
+            read_ahead(self.passes, read, take, self.own)
         else:
             d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i, i)))
 

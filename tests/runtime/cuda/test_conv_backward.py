@@ -95,6 +95,7 @@ CASES = {
     ),
     "groups-of-few": CudaCase(FULL, 2, 6, 6, 32, 16, (3, 3), (1, 1), (1, 1, 1, 1), group=8),
     "groups-pointwise": CudaCase(FULL, 2, 6, 6, 32, 32, group=8, slots=8),
+    "groups-alone-and-flat": CudaCase(FULL, 2, 6, 6, 6, 9, (3, 3), pads=(1, 1, 1, 1), group=3),
     "groups-weight-alone": CudaCase("ConvGradWeight", 2, 7, 5, 32, 16, (3, 3), (1, 2), (3, 3, 3, 3), (2, 1), group=8),
     "one-pixel": CudaCase(FULL, 3, 1, 1, 17, 21),
     "sums": CudaCase(SUMS, 2, 7, 7, 40, 24, slots=3),

@@ -63,6 +63,7 @@ CASES = {
     "groups-of-few": CudaCase(FULL, 2, 6, 6, 32, 16, (3, 3), pads=(1, 1, 1, 1), group=8),
     "groups-pointwise": CudaCase(FULL, 2, 6, 6, 32, 32, group=8, slots=8),
     "groups-of-two": CudaCase(FULL, 2, 6, 6, 16, 16, (2, 1), group=8, slots=8),
+    "groups-alone-and-flat": CudaCase(FULL, 2, 6, 6, 6, 9, (3, 3), pads=(1, 1, 1, 1), group=3),
     "one-pixel": CudaCase("NormalizeQuickGeluConvBiasStoreInputStatistics", 3, 1, 1, 17, 21),
 }
 
