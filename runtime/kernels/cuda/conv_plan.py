@@ -12,8 +12,8 @@ from bnfuse.runtime.kernels.cuda.conv_sizes import COLUMNS, LinePlan, LineTile, 
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import WARP, blocks_beside, shared_limit
 from bnfuse.runtime.kernels.cuda.lines import suit
+from bnfuse.runtime.kernels.cuda.merging import VECTOR
 from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, element_size
-from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.cuda.wgmma import ROW_BYTES
 from bnfuse.runtime.targets.target import CudaTarget
 

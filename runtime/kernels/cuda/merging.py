@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.cuda.wgmma import ROWS
 from bnfuse.runtime.targets.target import CudaTarget
 
+VECTOR = 8  # elements of a packed weight that a thread writes at a time; rows are filled up to a multiple of it
 OF_WARPS = 32  # channels on both sides of the smallest tile on products of warps
 RATE = 2  # products of warpgroups in the time of one of warps, by the tensor cores' own rates
 

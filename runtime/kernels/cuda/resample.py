@@ -22,6 +22,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
 NO_UNROLL = 9  # maps read at a pixel: a thread takes one pixel at a time
+BLOCKS = 3  # beside each other: without a number ptxas spills a word or two for a fourth
 
 
 def resample_forward(problem: Problem, target: CudaTarget) -> Kernel:
@@ -41,7 +42,7 @@ def _resample(problem: Problem, target: CudaTarget, operand: Operand) -> Kernel:
     def emit(block: Block, epilogue: Epilogue) -> None:
         _emit(block, problem, sweep, operand, epilogue)
 
-    return operator_kernel(problem, target, sweep, resample_params(problem), emit)
+    return operator_kernel(problem, target, sweep, resample_params(problem), emit, min_blocks=BLOCKS)
 
 
 def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, epilogue: Epilogue) -> None:

@@ -162,10 +162,11 @@ def operator_kernel(
     emit: Callable[[Block, Epilogue], None],
     *,
     shared: int = 0,
+    min_blocks: int = 0,
 ) -> Kernel:
     """Make the kernel of an operator of steps. `emit(block, epilogue)` writes the tile, all but `epilogue.close`.
 
-    `shared` are the bytes of shared memory that `emit` uses, as `epilogue.shared`.
+    `shared` are the bytes of shared memory that `emit` uses, as `epilogue.shared`; `min_blocks` as of a stage.
     """
     reductions = Reductions.of(problem.spec)
     params = (*params, *reductions.scratch(sweep.tiles, sweep.channels))
@@ -175,7 +176,8 @@ def operator_kernel(
 
     def build() -> tuple[Stage, ...]:
         first = reductions.first_stage(params)
-        with d.stage(name, first, grid=sweep.grid, threads=sweep.team.threads, shared=size) as block:
+        sizes: dict[str, Any] = {"grid": sweep.grid, "threads": sweep.team.threads, "shared": size}
+        with d.stage(name, first, **sizes, min_blocks=min_blocks) as block:
             memory = d.shared_memory(size).view("float32") if size else None
             epilogue = epilogue_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
             emit(block, epilogue)

@@ -38,11 +38,11 @@ from bnfuse.runtime.kernels.cuda.device import (
     within,
     words,
 )
+from bnfuse.runtime.kernels.cuda.merging import VECTOR
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
 FORWARD, BACKWARD = "forward", "backward"
-VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a multiple of it
 THREADS = 256
 RUN = 4 * THREADS  # vectors of a block: chosen by hand
 LINE = 64  # elements: where a packed weight may start
