@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
 NO_UNROLL = 9  # maps read at a pixel: a thread takes one pixel at a time
-BLOCKS = 3  # beside each other: without a number ptxas spills a word or two for a fourth
+BLOCKS = 2  # beside each other: without a number ptxas spills a word or two to have more
 
 
 def resample_forward(problem: Problem, target: CudaTarget) -> Kernel:
