@@ -28,6 +28,9 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CudaTarget
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+STORED = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by precision
+# of norms, over what rounding the map costs: few elements of what the tensor cores read round to the other side
+TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
 OUTPUT_SIDE = ("y", *MAPS_LIKE_DY)
 MAPS = (*MAPS_LIKE_X, "stored", "dx", "acc", *OUTPUT_SIDE)
 

@@ -26,12 +26,7 @@ from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
 from bnfuse.runtime.kernels.cuda.conv_group import emit
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
-from bnfuse.runtime.kernels.cuda.correlation import (
-    forward_correlation,
-    gradient_correlation,
-    merged_of,
-    with_groups_aligned,
-)
+from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, gradient_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -120,17 +115,15 @@ class Stages:
         input_plan, weight_plan = plan or (None, None)
         self.input = self.weight = None
         scratch: list[Param] = []
-        merged = merged_of(problem, target)
-        weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD, merged), target.map_dtype
+        c = forward_correlation(problem, target)
+        weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD, c.merged), target.map_dtype
         self.own = params_with_tail(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
         if wants_input(problem):
-            c = gradient_correlation(problem, target)
-            operand = Operand(problem, True)
-            chosen = input_plan or next(tile_plans(c, operand, target, forward=False))
-            self.input = tile_of(c, chosen, target.precision, operand)
+            back, operand = gradient_correlation(problem, target), Operand(problem, True)
+            chosen = input_plan or next(tile_plans(back, operand, target, forward=False))
+            self.input = tile_of(back, chosen, target.precision, operand)
             scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map(self.result).c)
         if wants_weight(problem):
-            c = forward_correlation(problem, target)
             planned = weight_plan or next(weight_plans(c, problem, target))
             operands = Operand(problem, True), Operand(problem, False)
             self.weight = weight_tile_of(c, planned, target.precision, *operands)

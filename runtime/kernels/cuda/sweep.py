@@ -176,8 +176,8 @@ def operator_kernel(
 
     def build() -> tuple[Stage, ...]:
         first = reductions.first_stage(params)
-        sizes: dict[str, Any] = {"grid": sweep.grid, "threads": sweep.team.threads, "shared": size}
-        with d.stage(name, first, **sizes, min_blocks=min_blocks) as block:
+        threads = sweep.team.threads
+        with d.stage(name, first, grid=sweep.grid, threads=threads, shared=size, min_blocks=min_blocks) as block:
             memory = d.shared_memory(size).view("float32") if size else None
             epilogue = epilogue_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
             emit(block, epilogue)

@@ -312,7 +312,7 @@ class WeightEmitter:
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
         taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.own_inputs)
-        whole = self.tile.depth % plan.inputs == 0
+        whole = c.merged == 1 and self.tile.depth % plan.inputs == 0
 
         def fragment(i: Expr) -> None:
             for half in range(2):
@@ -329,7 +329,7 @@ class WeightEmitter:
                         own = self.tap if plan.read == "gather" else tap
                         at = (i * self.columns + tap * self.fragments[1] + j) * 4 + half * 2
                         index = (row * taps + own) * depth + inner
-                        put_pair(partials, index, self.acc, at, inner, depth, whole and c.merged == 1)
+                        put_pair(partials, index, self.acc, at, inner, depth, whole)
 
                     for tap in range(self.tile.taps):
                         d.unrolled(self.fragments[1], partial(column, tap=tap))

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from cuda_conv import CudaCase, assert_close, run_case
+from cuda_conv import STORED, TOLERANCES, CudaCase, assert_close, run_case
 from cuda_kernels import gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +27,10 @@ READ = "AddGradReluGradBatchNormGradConvGradReduceAddedReluGradReduceReluGrad"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 POOLED = "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce"
 OTHERS = "ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther"
-MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# of norms, over what rounding the map costs: few elements of what the tensor cores read round to the other side
-TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
 
 
 def check(case: CudaCase, precision: str, choice: Choice | None = None, arch: str = "sm_90") -> None:
-    case = dataclasses.replace(case, dtype=MAPS[precision])
+    case = dataclasses.replace(case, dtype=STORED[precision])
     plan = choice and choice.plan
     operands = case.operands()
     if "a" in operands:
@@ -159,7 +156,7 @@ def test_maps_of_several_types(case, float32, precision):
     ids=["pointwise", "halo-input", "halo-weight", "strided-input", "strided-weight", "flat"],
 )
 def test_all_choices_compute_the_same(case, precision):
-    problem = dataclasses.replace(case, dtype=MAPS[precision]).problem()
+    problem = dataclasses.replace(case, dtype=STORED[precision]).problem()
     offered = choices(problem, gpu(precision))
     assert len({choice.plan for choice in offered}) == len(offered) > 1
     tiles = {}
@@ -190,7 +187,7 @@ SLIDING = {
 
 
 def sliding(case, precision):
-    offered = choices(dataclasses.replace(case, dtype=MAPS[precision]).problem(), gpu(precision))
+    offered = choices(dataclasses.replace(case, dtype=STORED[precision]).problem(), gpu(precision))
     return next(choice.plan[1] for choice in offered if isinstance(choice.plan[1], SlidePlan))
 
 
@@ -226,7 +223,7 @@ GROUPED = {
 
 def grouped(case, precision):
     """One of each size, in one share."""
-    offered = choices(dataclasses.replace(case, dtype=MAPS[precision]).problem(), gpu(precision))
+    offered = choices(dataclasses.replace(case, dtype=STORED[precision]).problem(), gpu(precision))
     plans = [choice.plan[1] for choice in offered]
     found = [plan for plan in plans if isinstance(plan, GroupPlan)]
     assert found
@@ -263,7 +260,7 @@ STRIPS = {
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", STRIPS.values(), ids=list(STRIPS))
 def test_tiles_of_output_rows(case, precision):
-    problem = dataclasses.replace(case, dtype=MAPS[precision]).problem()
+    problem = dataclasses.replace(case, dtype=STORED[precision]).problem()
     offered = [choice for choice in choices(problem, gpu(precision)) if isinstance(choice.plan[1], StripPlan)]
     assert offered == list(choices(problem, gpu(precision)))[: len(offered)]
     assert len({choice.plan for choice in offered}) == len(offered) == 2

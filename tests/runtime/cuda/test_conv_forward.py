@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cuda_conv import CudaCase, assert_close, run_case
+from cuda_conv import STORED, TOLERANCES, CudaCase, assert_close, run_case
 from cuda_kernels import gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +14,6 @@ from bnfuse.runtime.kernels.cuda.conv_forward import choices, conv_forward
 from bnfuse.runtime.kernels.kernel import Choice
 
 FULL = "NormalizeReluConvStatistics"
-MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# of norms, over what rounding the map costs: few elements of what the tensor cores read round to the other side
-TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
 PROLOGUES = (
     "",
     "Relu",
@@ -35,7 +32,7 @@ EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics", "BiasReluStat
 
 
 def check(case: CudaCase, precision: str, choice: Choice | None = None, arch: str = "sm_90") -> None:
-    case = dataclasses.replace(case, dtype=MAPS[precision])
+    case = dataclasses.replace(case, dtype=STORED[precision])
     plan = choice and choice.plan
     generator = lambda problem, target: conv_forward(problem, target, "tile", plan)  # noqa: E731
     found, expected, _ = run_case(case, generator, gpu(precision, arch))
@@ -110,7 +107,7 @@ def test_maps_of_several_types(case, float32, precision):
     ids=["pointwise", "halo", "flat"],
 )
 def test_all_choices_compute_the_same(case, precision):
-    problem = dataclasses.replace(case, dtype=MAPS[precision]).problem()
+    problem = dataclasses.replace(case, dtype=STORED[precision]).problem()
     offered = choices(problem, gpu(precision))
     assert len({choice.plan for choice in offered}) == len(offered) > 1
     tiles = {}

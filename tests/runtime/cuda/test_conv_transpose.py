@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cuda_conv import CudaCase, assert_close, run_case
+from cuda_conv import STORED, TOLERANCES, CudaCase, assert_close, run_case
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +15,6 @@ from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels.cuda import conv_backward, conv_forward
 from bnfuse.runtime.kernels.cuda.conv_sizes import LinePlan
 
-MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
 FULL = FORWARD[3], INPUT[2], WEIGHT[3]
 
 
@@ -30,7 +28,7 @@ class Case(CudaCase):
 def check(case: Case, precision: str, choice=None) -> None:
     module = conv_forward if parse(case.op).core == "ConvTransposeGradInput" else conv_backward
     make = module.conv_forward if module is conv_forward else module.conv_backward
-    case = dataclasses.replace(case, dtype=MAPS[precision])
+    case = dataclasses.replace(case, dtype=STORED[precision])
     generator = lambda problem, target: make(problem, target, "tile", choice and choice.plan)  # noqa: E731
     found, expected, _ = run_case(case, generator, gpu(precision))
     assert_close(found, expected, case.dtype_of, TOLERANCES[precision])

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from cuda_conv import CudaCase, assert_close, run_case
+from cuda_conv import STORED, TOLERANCES, CudaCase, assert_close, run_case
 from cuda_kernels import assert_no_spills, gpu
 
 from bnfuse.runtime.kernels.cuda import conv_backward, conv_forward
@@ -18,13 +18,11 @@ from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan, SlidePlan, Weigh
 FORWARD = "NormalizeReluConvStatistics"
 BACKWARD = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 WEIGHT = "BatchNormGradNormalizeReluConvGradWeight"
-MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
 SAME = {"kernel": (3, 3), "pads": (1, 1, 1, 1)}
 
 
 def check(case: CudaCase, precision: str, plan: object = None, arch: str = "sm_90") -> None:
-    case = dataclasses.replace(case, dtype=MAPS[precision])
+    case = dataclasses.replace(case, dtype=STORED[precision])
     make = conv_backward.conv_backward if "Grad" in case.op else conv_forward.conv_forward
     generator = lambda problem, target: make(problem, target, "tile", plan)  # noqa: E731
     found, expected, _ = run_case(case, generator, gpu(precision, arch))
@@ -123,8 +121,11 @@ def test_shares_have_no_zeros():
 
 
 LAYERS = {  # of ResNeXt-50 32x4d and RegNetY-1.6GF: channels, groups, size, stride
-    **{f"resnext-{c}-{h}": (c, 32, h, s) for c, h, s in ((128, 56, 1), (256, 56, 2), (256, 28, 1), (512, 28, 2))},
-    **{f"resnext-{c}-{h}": (c, 32, h, s) for c, h, s in ((512, 14, 1),)},
+    "resnext-128-56": (128, 32, 56, 1),
+    "resnext-256-56": (256, 32, 56, 2),
+    "resnext-256-28": (256, 32, 28, 1),
+    "resnext-512-28": (512, 32, 28, 2),
+    "resnext-512-14": (512, 32, 14, 1),
     "regnet-48-112": (48, 2, 112, 2),
     "regnet-48-56": (48, 2, 56, 1),
     "regnet-336-28": (336, 14, 28, 2),
