@@ -12,6 +12,7 @@ import shutil
 import sys
 import types
 import typing
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,7 @@ class Workers:
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels of tests are kept in a folder that the workers share and later runs find, which is not the user's own."""
     os.environ.setdefault("BNFUSE_CACHE", str(config.rootpath / ".pytest_cache" / "kernels"))
+    os.environ.setdefault("BNFUSE_LLVM_LEVEL", "0")  # half of the time; see `optimized`
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads would spin where other workers compute
     config.pluginmanager.register(Workers())
     config.pluginmanager.register(SlowestFirst())
@@ -240,6 +242,19 @@ def graph_text(model: ir.Model | onnx.ModelProto) -> str:
     functions = sorted(f"{f.domain}.{f.name}" for f in proto.functions)
     lines += [f"// function {name}" for name in functions]
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for CPUs as users get them: what LLVM makes of aliases and of what is never read shows in these alone."""
+    monkeypatch.setenv("BNFUSE_LLVM_LEVEL", "3")
+
+
+@pytest.fixture
+def optimized_by_turns(request: pytest.FixtureRequest) -> None:
+    """A quarter of the cases with such kernels: all would take twice as long."""
+    if zlib.crc32(request.node.nodeid.encode()) % 4 == 0:
+        request.getfixturevalue("optimized")
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,11 @@ TVM is asked about CPUs, and only when something is asked: a step for a GPU runs
 from __future__ import annotations
 
 import functools
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.targets.target import CpuTarget
 from bnfuse.runtime.targets.tvm import import_tvm
 
@@ -32,6 +34,9 @@ def _ask(name: str) -> Any:
     """Get a function of TVM's."""
     return import_tvm().get_global_func(name)
 
+
+LEVEL = "BNFUSE_LLVM_LEVEL"
+LEVELS = ("3", "2", "1", "0")  # the first one unless the environment says otherwise
 
 AMX = ("amx-bf16", "amx-tile")  # asked for by the kernels that use it alone: it takes more than the processor
 
@@ -70,6 +75,14 @@ def llvm_target(mcpu: str, **options: object) -> tvm.target.Target:
 
 def _llvm(triple: str, **options: object) -> tvm.target.Target:
     return import_tvm().target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
+
+
+def llvm_level() -> int:
+    """Give the level at which LLVM optimises: less compiles sooner and runs slower. Raises BnfuseError for no level."""
+    found = os.environ.get(LEVEL, LEVELS[0])
+    if found not in LEVELS:
+        raise BnfuseError(f"{LEVEL}={found!r} is no level of LLVM: it is one of {', '.join(LEVELS)}")
+    return int(found)
 
 
 @functools.cache

@@ -19,11 +19,12 @@ from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import cache as cache_module
-from bnfuse.runtime.codegen.build import objects
+from bnfuse.runtime.codegen.build import compile_kernel, objects
 from bnfuse.runtime.codegen.cache import Cache, content_key, default_folder
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.kernels.registry import POINTWISE_FORWARD
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.targets.cpus import LEVEL, LEVELS
 
 TARGET = resolve("cpu", 1)
 START = {"x": 0, "y": 0}
@@ -100,8 +101,21 @@ def test_the_key_knows_the_problem_the_target_and_the_sources(monkeypatch):
     assert key == key_of(relu(4))
     assert key != key_of(relu(8))
     assert key != key_of(relu(4, dataclasses.replace(TARGET, threads=2)))
+    with monkeypatch.context() as other:
+        other.setenv(LEVEL, "2")
+        assert key != key_of(relu(4))
     monkeypatch.setattr(cache_module, "sources_hash", lambda *_: "another generator")
     assert key != key_of(relu(4))
+
+
+def test_code_is_optimised_as_far_as_the_environment_says(monkeypatch):
+    code = {}
+    for level in LEVELS:
+        monkeypatch.setenv(LEVEL, level)
+        code[level] = compile_kernel(relu(20).kernel())
+    monkeypatch.delenv(LEVEL)
+    assert compile_kernel(relu(20).kernel()) == code["3"]
+    assert len(code["0"]) > len(code["1"])
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):

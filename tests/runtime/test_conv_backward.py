@@ -30,6 +30,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_sh
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 MAP_OF_DY = MAPS_LIKE_DY
 CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")

@@ -26,6 +26,8 @@ from bnfuse.runtime.kernels.cpu.tiles import balanced, choose_tiles, conv_shape,
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 AVX512 = CpuTarget("skylake-avx512", 16, 2)
 FULL = "NormalizeReluConvStatistics"

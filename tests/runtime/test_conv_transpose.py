@@ -18,6 +18,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 Case = TransposedCase
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 

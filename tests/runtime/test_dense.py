@@ -9,6 +9,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.common.dense import BatchAxis, GemmProblem, batch_axes
 from bnfuse.runtime.kernels.cpu.dense import gemm
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 TARGET = resolve("cpu", 2)
 
 CASES = [

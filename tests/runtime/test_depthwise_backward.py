@@ -21,6 +21,8 @@ from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.targets.cpus import features_of, missing_features
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 WIDE = CpuTarget("sapphirerapids", 16, 2)
 LANES = (8,) if missing_features(features_of("skylake-avx512")) else (8, 16)
 OPS = (

@@ -8,6 +8,8 @@ import source_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 base = source_files.load(pathlib.Path(__file__).with_name("test_generic.py"))
 check, values, onnx_run, F, I64 = base.check, base.values, base.onnx_run, base.F, base.I64
 few = settings(max_examples=12, deadline=None)

@@ -14,6 +14,8 @@ from bnfuse.runtime.kernels.common.taps import TapsProblem
 from bnfuse.runtime.kernels.cpu import group_norm, layer_norm, layout, norm, norm_baseline, norm_sampled, sum_maps, taps
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 SINGLE = MapType(2, 3, 4, 19, 24)
 EXTENT = (1, 2, 3)
 

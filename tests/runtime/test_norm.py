@@ -10,6 +10,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 TARGET = resolve("cpu", 2)
 
 

@@ -13,6 +13,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.pointwise import pointwise_backward, pointwise_forward
 from bnfuse.runtime.kernels.kernel import is_gate
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 
 

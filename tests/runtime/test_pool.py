@@ -15,6 +15,8 @@ from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.cpu.pool import pool_backward, pool_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 TARGET = resolve("cpu", 2)
 CLIP = {"min": -0.5, "max": 0.75}
 

@@ -21,6 +21,8 @@ from bnfuse.runtime.kernels.cuda import conv_forward as cuda_conv_forward
 from bnfuse.runtime.kernels.cuda import pointwise as cuda_pointwise
 from bnfuse.runtime.kernels.cuda import pool as cuda_pool
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 make_case = load(pathlib.Path(__file__).parents[1] / "bnfuse/opset/conftest.py").make_case
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 

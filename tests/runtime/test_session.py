@@ -24,6 +24,8 @@ from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
 from bnfuse.runtime.program.program import ARENA, GRADIENTS, NEW_RUNNING, OUTPUTS
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 BATCH, CLASSES, SIDE = 4, 5, 8
 
 

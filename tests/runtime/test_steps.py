@@ -16,6 +16,8 @@ from bnfuse.runtime.kernels.cpu import sweep
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 1)
 
 

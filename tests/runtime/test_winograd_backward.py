@@ -29,6 +29,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles, shares_blocks
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 HOST = dataclasses.replace(resolve("cpu"), threads=2)
 WIDE = CpuTarget("sapphirerapids", 16, 2)
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"

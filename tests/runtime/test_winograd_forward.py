@@ -26,6 +26,8 @@ from bnfuse.runtime.kernels.cpu.winograd_forward_shape import (
 )
 from bnfuse.runtime.targets.target import CpuTarget
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 direct = load(pathlib.Path(__file__).with_name("test_conv_forward.py"))
 Case, FULL, AVX512 = direct.Case, direct.FULL, direct.AVX512
 winograd = functools.partial(conv_forward, algorithm="winograd")

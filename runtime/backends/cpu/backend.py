@@ -55,15 +55,15 @@ class CpuBackend:
         from bnfuse.runtime.kernels.cpu.tir import compile_function
 
         assert isinstance(kernel.target, CpuTarget)
-        executable = compile_function(kernel.build(), kernel.target)
+        executable = compile_function(kernel.build(), kernel.target, cpus.llvm_level())
         with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
             path = pathlib.Path(folder) / "kernel.o"
             executable.mod.write_to_file(str(path), "o")
             return path.read_bytes()
 
     def versions(self, target: CpuTarget) -> tuple[str, ...]:
-        """Name the LLVM triple and the instruction sets of the code."""
-        return cpus.triple_of(target.mcpu), *cpus.required_features(target)
+        """Name the LLVM triple, the level of optimisation and the instruction sets of the code."""
+        return cpus.triple_of(target.mcpu), f"O{cpus.llvm_level()}", *cpus.required_features(target)
 
     def features(self, target: CpuTarget) -> tuple[str, ...]:
         """Name the instruction sets that the code uses."""

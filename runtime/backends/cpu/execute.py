@@ -13,6 +13,7 @@ from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.backends.memory import BFLOAT16, as_bits
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.cpus import llvm_level
 from bnfuse.runtime.targets.target import CpuTarget
 
 ALIGNMENT = 64
@@ -41,7 +42,7 @@ def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
     assert isinstance(kernel.target, CpuTarget)
     permission.require(kernel.target)
     start_threads(kernel.target.threads)
-    function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target)[kernel.name]
+    function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target, llvm_level())[kernel.name]
     return function
 
 

@@ -235,8 +235,8 @@ def at_most(value: Expr, bound: Expr) -> Expr:
     return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
 
 
-def compile_function(function: Any, target: CpuTarget) -> Any:
-    """Compile a PrimFunc to an executable, which takes its arguments as they come.
+def compile_function(function: Any, target: CpuTarget, level: int = 3) -> Any:
+    """Compile a PrimFunc to an executable, which takes its arguments as they come, at one of LLVM's levels.
 
     Left out of TVM's passes: storage rewrite would turn `registers` into heap memory (and there is nothing for it to
     share); buffers are made as large as they are used; and assertions about each argument would be half of the code
@@ -245,4 +245,4 @@ def compile_function(function: Any, target: CpuTarget) -> Any:
     config = {"tirx.disable_storage_rewrite": True, "tirx.disable_assert": True}
     passes = tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=["s_tir.CompactBufferAllocation"])
     with rounding_of(function, target) as complete, passes:
-        return tvm.compile(complete, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
+        return tvm.compile(complete, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": level}))
