@@ -350,6 +350,11 @@ def load_matrix(compiler: Any, operands: Sequence[Any], tokens: Sequence[str]) -
     return run
 
 
+def accumulate(left: np.ndarray, right: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c + left x right in float32, rounded to the nearest; tensor_core.py does as the hardware, and takes longer."""
+    return np.matmul(left, right) + c
+
+
 def multiply(compiler: Any, operands: Sequence[Any], tokens: Sequence[str]) -> Run:
     """mma.m16n8kK d, a, b, c, accumulated in float32: fragments of all warps become matrices, which are multiplied."""
     shape = next(t for t in tokens if t.startswith("m16n8k"))
@@ -378,8 +383,10 @@ def multiply(compiler: Any, operands: Sequence[Any], tokens: Sequence[str]) -> R
         a = numbers[:, :n_a].reshape(per_word, n_a // 2, 2, -1, 8, 4)
         left = a.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, k)
         right = numbers[:, n_a:].transpose(2, 1, 4, 0, 3).reshape(-1, k, 8)
-        product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1) + c
-        for place, result in zip(places, product, strict=True):
+        sums = accumulate(left, right, c.reshape(2, 2, -1, 8, 4).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8))
+        for place, result in zip(
+            places, sums.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1), strict=True
+        ):
             place(result)
 
     return run

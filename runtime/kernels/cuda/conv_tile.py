@@ -25,6 +25,7 @@ from bnfuse.runtime.kernels.cuda.conv_places import Places
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile
 from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
+from bnfuse.runtime.kernels.cuda.exact import add_products, split_in_place
 from bnfuse.runtime.kernels.cuda.operand import (
     Loader,
     Operand,
@@ -348,7 +349,6 @@ class Emitter:
         """Add the products of buffer `side` to the accumulators, for all its taps and channels."""
         source = T.bind(self.shared.address + tirx.Cast("uint32", self.source_at(side)))
         weight = T.bind(self.shared.address + tirx.Cast("uint32", self.weight_at(side)))
-        steps = self.plan.row_bytes // d.STEP_BYTES
         a = d.registers(self.fragments[0] * 4, "uint32")
         b = d.registers(4, "uint32")
         if not self.plan.halo:
@@ -356,7 +356,7 @@ class Emitter:
             def plain(k: Expr) -> None:
                 self.products(k, weight, lambda i: source + self.address(self.fragment_row(i), k), a, b)
 
-            d.unrolled(steps, plain)
+            self.each_step(plain)
             return
         zeros = self.shared.address + T.uint32(self.tile.zeros_at)
 
@@ -371,10 +371,22 @@ class Emitter:
 
                 self.products(k, weight + T.uint32(tap * self.plan.outputs * self.plan.row_bytes), at, a, b)
 
-            d.unrolled(steps, k_step)
+            self.each_step(k_step)
 
         for tap in range(self.tile.taps):
             tap_of(tap, tap)
+
+    def each_step(self, products: Callable[[Expr], None]) -> None:
+        """Emit the products of all steps of 32 bytes along the channels, one after the other.
+
+        At fp32 a step is long, and has no registers left for what the next one could do beside it.
+        """
+        steps = self.plan.row_bytes // d.STEP_BYTES
+        if self.tile.precision == "fp32":
+            with T.serial(0, steps) as k:
+                products(k)
+        else:
+            d.unrolled(steps, products)
 
     def address(self, row: Expr, k: Expr) -> Expr:
         """Give the byte offset (uint32) of the chunk that this lane gives to ldmatrix for a row of the source."""
@@ -389,22 +401,20 @@ class Emitter:
         if precision == "fp32":
             low_a = d.registers(self.fragments[0] * 4, "uint32")
             low_b = d.registers(4, "uint32")
-            d.unrolled(self.fragments[0] * 4, lambda i: d.split_in_place(a, low_a, i))
+            d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
 
         def pair(j: Expr) -> None:
             row = self.warp_output * columns + j * 16 + lane // 16 * 8 + lane % 8
             d.ldmatrix(b, 0, weight + tirx.Cast("uint32", self.chunk_at(row, k * 2 + lane // 8 % 2)))
             if precision == "fp32":
                 for i in range(4):
-                    d.split_in_place(b, low_b, i)
+                    split_in_place(b, low_b, i)
 
             def fragment(i: Expr) -> None:
                 for half in range(2):
                     at = (i * self.fragments[1] + j * 2 + half) * 4
                     if precision == "fp32":
-                        d.mma("tf32", self.acc, at, low_a, i * 4, b, half * 2)
-                        d.mma("tf32", self.acc, at, a, i * 4, low_b, half * 2)
-                        d.mma("tf32", self.acc, at, a, i * 4, b, half * 2)
+                        add_products(self.acc, at, (a, low_a), i * 4, (b, low_b), half * 2)
                     else:
                         d.mma(precision, self.acc, at, a, i * 4, b, half * 2)
 

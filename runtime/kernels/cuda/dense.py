@@ -45,12 +45,12 @@ from bnfuse.runtime.kernels.cuda.device import (
     registers,
     shared_limit,
     shared_memory,
-    split_in_place,
     stage,
     sync,
     wait,
     when,
 )
+from bnfuse.runtime.kernels.cuda.exact import add_products, split_in_place
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -307,10 +307,11 @@ class _Product:
         if self.precision in ("bf16", "fp16"):
             mma(self.precision, self.acc, at, a[0], 0, b[0], 0)
             return
-        pairs = [(a[0], b[0])] if len(a) == 1 else [(a[1], b[0]), (a[0], b[1]), (a[0], b[0])]  # small ones first
+        if self.precision == "fp32":
+            add_products(self.acc, at, (a[0], a[1]), 0, (b[0], b[1]), 0, steps=2)
+            return
         for product in range(2):
-            for own_a, own_b in pairs:
-                mma("tf32", self.acc, at, own_a, 4 * product, own_b, 2 * product)
+            mma("tf32", self.acc, at, a[0], 4 * product, b[0], 2 * product)
 
     # results
 

@@ -432,17 +432,6 @@ def mma(precision: str, acc: Buffer, at: Expr, a: Buffer, a_at: Expr, b: Buffer,
     T.evaluate(T.ptx[MMA[precision]](*d, *[a[a_at + i] for i in range(4)], *[b[b_at + i] for i in range(2)], *d))
 
 
-def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:
-    """Split a float32 word into two of TF32, both rounded: what it is nearest to stays, the rest goes to `low`.
-
-    Tensor cores cut off what TF32 has no bits for, always towards zero: errors that add up. Rounding does not.
-    """
-    put(low, i, words[i])
-    T.evaluate(T.ptx["cvt.rna.tf32.f32"](words[i], from_bits(low[i])))
-    put(low, i, bits(from_bits(low[i]) - from_bits(words[i])))
-    T.evaluate(T.ptx["cvt.rna.tf32.f32"](low[i], from_bits(low[i])))
-
-
 def copy_async(address: Expr, source: Any, size: int = VECTOR_BYTES, valid: Expr = True) -> None:
     """Copy from global to shared memory in the background; zeros where not `valid`."""
     name = "cp.async.cg.shared.global" if size == VECTOR_BYTES else "cp.async.ca.shared.global"

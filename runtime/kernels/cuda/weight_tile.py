@@ -24,6 +24,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
+from bnfuse.runtime.kernels.cuda.exact import add_products, split_in_place
 from bnfuse.runtime.kernels.cuda.operand import (
     Loader,
     Operand,
@@ -210,7 +211,7 @@ class WeightEmitter:
         with T.serial(0, self.plan.pixels // deep) as k:
             d.unrolled(self.fragments[0], lambda i: self.read_gradient(a, i, gradient, k * deep))
             if exact:
-                d.unrolled(self.fragments[0] * 4, lambda i: d.split_in_place(a, low_a, i))
+                d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
             inside = self.masks(step, k * deep)
             for tap in range(self.tile.taps):
                 distance = self.distance(tap)
@@ -219,15 +220,13 @@ class WeightEmitter:
                     self.read_source(b, j, source, k * deep, tap, distance, inside)
                     if exact:
                         for i in range(4):
-                            d.split_in_place(b, low_b, i)
+                            split_in_place(b, low_b, i)
 
                     def fragment(i: Expr) -> None:
                         for half in range(2):
                             at = (i * self.columns + tap * self.fragments[1] + j * 2 + half) * 4
                             if exact:
-                                d.mma("tf32", self.acc, at, low_a, i * 4, b, half * 2)
-                                d.mma("tf32", self.acc, at, a, i * 4, low_b, half * 2)
-                                d.mma("tf32", self.acc, at, a, i * 4, b, half * 2)
+                                add_products(self.acc, at, (a, low_a), i * 4, (b, low_b), half * 2)
                             else:
                                 d.mma(self.tile.precision, self.acc, at, a, i * 4, b, half * 2)
 

@@ -1,4 +1,4 @@
-"""What convolutions of well-known networks need in bf16, cut up by the rule: all their values in registers."""
+"""What convolutions of well-known networks need, cut up by the rule: all their values in registers."""
 
 from __future__ import annotations
 
@@ -76,3 +76,10 @@ def test_weight_gradients_of_warpgroups_have_no_spills(case):
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_have_no_spills(name, arch):
     assert_no_spills(conv_backward(layer(BACKWARD, name, "bfloat16").problem(), gpu("bf16", arch, MULTIPROCESSORS)))
+
+
+def test_gradients_of_float32_have_no_spills():
+    """Three products for one, whose sums are added to the accumulators."""
+    assert_no_spills(
+        conv_backward(layer(BACKWARD, "densenet121-1x1", "float32").problem(), gpu("fp32", "sm_90", MULTIPROCESSORS))
+    )
