@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import tvm
 
+from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.cpu import permission
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.backends.memory import BFLOAT16, as_bits
-from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.cpus import llvm_level
 from bnfuse.runtime.targets.target import CpuTarget
 
 ALIGNMENT = 64
@@ -42,8 +42,12 @@ def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
     assert isinstance(kernel.target, CpuTarget)
     permission.require(kernel.target)
     start_threads(kernel.target.threads)
-    function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target, llvm_level())[kernel.name]
-    return function
+    library = Library([kernel.name], [backend_of(kernel.target).compile(kernel)])
+
+    def run(*arguments: Any) -> None:
+        library.functions[0](*arguments)
+
+    return run
 
 
 def call(

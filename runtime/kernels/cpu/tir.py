@@ -28,6 +28,16 @@ from bnfuse.runtime.targets.target import CpuTarget
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
 READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
+SIMPLIFYING = (  # passes of TVM
+    "s_tir.StmtSimplify",
+    "s_tir.HoistIfThenElse",
+    "s_tir.InjectPermutedLayout",
+    "s_tir.InjectVirtualThread",
+    "s_tir.RenormalizeSplitPattern",
+    "tirx.StmtSimplify",
+    "tirx.RemoveNoOp",
+    "tirx.CommonSubexprElim",
+)
 HALF, HALF_BITS = "bfloat16", "uint16"  # a type of 16 bits, and what TVM is told that it is
 
 
@@ -241,8 +251,10 @@ def compile_function(function: Any, target: CpuTarget, level: int = 3) -> Any:
     Left out of TVM's passes: storage rewrite would turn `registers` into heap memory (and there is nothing for it to
     share); buffers are made as large as they are used; and assertions about each argument would be half of the code
     and of the time, to say in each launch what is seen to once where a program is lowered, and where a file is read.
+    At level 0 those are left out, too, which only make code simpler.
     """
     config = {"tirx.disable_storage_rewrite": True, "tirx.disable_assert": True}
-    passes = tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=["s_tir.CompactBufferAllocation"])
+    left_out = ["s_tir.CompactBufferAllocation", *(() if level else SIMPLIFYING)]
+    passes = tvm.transform.PassContext(opt_level=3, config=config, disabled_pass=left_out)
     with rounding_of(function, target) as complete, passes:
         return tvm.compile(complete, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": level}))
