@@ -63,12 +63,11 @@ def names(stage: Any) -> list[str]:
 def call_of(kernel: Kernel, stage: Any) -> Callable[..., None]:
     """A stage as a function of addresses and numbers."""
     sizes = {param.name: (param.elements, RAW.get(param.dtype, param.dtype)) for param in kernel.params}
+    run = lockstep.prepared(stage.function)
 
     def call(*values: Any) -> None:
         given = zip(names(stage), values, strict=True)
-        lockstep.run(
-            stage.function, {name: floats(v, *sizes[name]) if name in sizes else np.asarray(v)[()] for name, v in given}
-        )
+        run({name: floats(v, *sizes[name]) if name in sizes else np.asarray(v)[()] for name, v in given})
 
     return call
 

@@ -12,7 +12,7 @@ memory is watched for bounds only. float32 is rounded after every operation, whe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from lockstep_memory import Arena, Global, Local, LockstepError, Machine
 from lockstep_ops import Run
 from lockstep_values import Values, dtype_of, key_of
 
-__all__ = ["LockstepError", "run"]
+__all__ = ["LockstepError", "prepared", "run"]
 
 
 def run(function: Any, arguments: Mapping[str, Any], *, lanes: int = 1 << 13, races: bool = True) -> None:
@@ -30,8 +30,23 @@ def run(function: Any, arguments: Mapping[str, Any], *, lanes: int = 1 << 13, ra
     the parameter's.
     Blocks run in groups of at most `lanes` threads, in the order of their linear index.
     """
-    with np.errstate(all="ignore"):
-        _Compiler(function, arguments, lanes, races).run()
+    prepared(function, lanes=lanes, races=races)(arguments)
+
+
+def prepared(function: Any, *, lanes: int = 1 << 13, races: bool = True) -> Callable[[Mapping[str, Any]], None]:
+    """`run` of a kernel as a function of its arguments: its closures are made in the first call alone."""
+    compiler: _Compiler | None = None
+
+    def call(arguments: Mapping[str, Any]) -> None:
+        nonlocal compiler
+        with np.errstate(all="ignore"):
+            if compiler is None:
+                compiler = _Compiler(function, arguments, lanes, races)
+            else:
+                compiler.bind(arguments)
+            compiler.run()
+
+    return call
 
 
 def _grid(body: Any) -> dict[str, tuple[Any, int]]:
@@ -55,25 +70,29 @@ class _Compiler(Values):
         self.blocks = math.prod(e for tag, e in self.extent.items() if tag.startswith("blockIdx"))
         machine = Machine(threads, max(1, min(self.blocks, lanes // threads)))
         super().__init__(machine, Arena(machine, races))
-        self._bind(function, arguments)
+        self.bind(arguments)
         self.body = self.statement(function.body)
 
-    def _bind(self, function: Any, arguments: Mapping[str, Any]) -> None:
-        names = [param.name for param in function.params]
+    def bind(self, arguments: Mapping[str, Any]) -> None:
+        """Take other arrays and numbers for the parameters."""
+        names = [param.name for param in self.function.params]
         if set(names) != set(arguments):
             raise ValueError(f"the kernel's parameters are {names}, the arguments {sorted(arguments)}")
-        for param in function.params:
+        for param in self.function.params:
             given = arguments[param.name]
             if type(param.ty).__name__ == "BufferType":
-                self.memories[key_of(param)] = self._global(param, given)
+                self._bind_array(param, given)
             else:
                 self.values[key_of(param)] = dtype_of(param.ty).type(given)
 
-    def _global(self, param: Any, array: np.ndarray) -> tuple[Any, np.dtype, list[int]]:
+    def _bind_array(self, param: Any, array: np.ndarray) -> None:
         dtype, shape = dtype_of(param), [int(extent) for extent in param.shape]
         if array.nbytes != dtype.itemsize * math.prod(shape):
             raise ValueError(f"{param.name}: {array.nbytes} bytes given, the parameter is {dtype}{shape}")
-        return Global(self.machine, param.name, array), dtype, shape
+        if key_of(param) in self.memories:
+            self.memories[key_of(param)][0].bind(array)
+        else:
+            self.memories[key_of(param)] = Global(self.machine, param.name, array), dtype, shape
 
     def run(self) -> None:
         machine = self.machine

@@ -163,10 +163,15 @@ class Global:
     """An array of the caller."""
 
     def __init__(self, machine: Machine, name: str, array: np.ndarray) -> None:
-        self.machine, self.name, self.nbytes = machine, name, array.nbytes
+        self.machine, self.name = machine, name
+        self.bind(array)
+
+    def bind(self, array: np.ndarray) -> None:
+        """Be the memory of this array."""
+        self.nbytes = array.nbytes
         flat = array.reshape(-1).view(np.uint8)
         if not np.shares_memory(flat, array) and array.size:
-            raise ValueError(f"{name}: the array must be contiguous, as it is changed in place")
+            raise ValueError(f"{self.name}: the array must be contiguous, as it is changed in place")
         self.words = {unit: flat[: self.nbytes // unit * unit].view(word) for unit, word in WORDS.items()}
 
     def reset(self) -> None:
