@@ -22,6 +22,7 @@ from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
 from bnfuse.runtime.kernels.common.tails import params_with_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
+from bnfuse.runtime.kernels.cuda.both_sizes import BothPlan, BothTile, both_tile_of
 from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
 from bnfuse.runtime.kernels.cuda.conv_group import emit
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
@@ -32,8 +33,9 @@ from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, width_of
+from bnfuse.runtime.kernels.cuda.weight_both import BothEmitter
 from bnfuse.runtime.kernels.cuda.weight_group import GroupEmitter
-from bnfuse.runtime.kernels.cuda.weight_plan import weight_plans
+from bnfuse.runtime.kernels.cuda.weight_plan import both_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.weight_sizes import (
     GroupTile,
     Shares,
@@ -69,12 +71,14 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     if not takes_packed(problem):
         return (Choice("depthwise"),)
     problem = with_groups_aligned(problem, target)
+    c = forward_correlation(problem, target)
+    if plans := list(both_plans(c, problem, target)):
+        return tuple(Choice("tile", (None, plan)) for plan in plans)
     inputs = (
         list(tile_plans(gradient_correlation(problem, target), Operand(problem, True), target, forward=False))
         if wants_input(problem)
         else [None]
     )
-    c = forward_correlation(problem, target)
     weights = list(weight_plans(c, problem, target)) if wants_weight(problem) else [None]
     pairs = [(inputs[0], weight) for weight in weights] + [(plan, weights[0]) for plan in inputs[1:]]
     return tuple(Choice("tile", pair) for pair in pairs)
@@ -112,21 +116,26 @@ class Stages:
 
     def __init__(self, problem: Problem, target: CudaTarget, plan: Any) -> None:
         self.problem, self.target = problem, target
-        input_plan, weight_plan = plan or (None, None)
         self.input = self.weight = None
         scratch: list[Param] = []
         c = forward_correlation(problem, target)
+        input_plan, weight_plan = plan or (None, next(both_plans(c, problem, target), None))
         weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD, c.merged), target.map_dtype
         self.own = params_with_tail(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
-        if wants_input(problem):
+        if wants_input(problem) and not isinstance(weight_plan, BothPlan):
             back, operand = gradient_correlation(problem, target), Operand(problem, True)
             chosen = input_plan or next(tile_plans(back, operand, target, forward=False))
             self.input = tile_of(back, chosen, target.precision, operand)
-            scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map(self.result).c)
+            scratch += self.scratch_of_sums(self.input.rows_of_partials)
         if wants_weight(problem):
             planned = weight_plan or next(weight_plans(c, problem, target))
             operands = Operand(problem, True), Operand(problem, False)
-            self.weight = weight_tile_of(c, planned, target.precision, *operands)
+            if isinstance(planned, BothPlan):
+                self.weight = both_tile_of(c, planned, target.precision, *operands)
+            else:
+                self.weight = weight_tile_of(c, planned, target.precision, *operands)
+            if isinstance(self.weight, BothTile):
+                scratch += self.scratch_of_sums(self.weight.shares)
             if not self.weight.is_result:
                 scratch.append(Param("weight_partials", "out", self.weight.shares * self.weight.elements))
         if "BiasGrad" in problem.spec.epilogue and self.bias_rows > 1:
@@ -148,6 +157,10 @@ class Stages:
         """Give what the input gradient's epilogue sums."""
         return Reductions.of(self.epilogue.spec)
 
+    def scratch_of_sums(self, rows: int) -> tuple[Param, ...]:
+        """List the parameter of the partials of dx's sums, if it has any."""
+        return self.reductions.scratch(rows, self.problem.map(self.result).c)
+
     def taken(self, *names: str) -> list[Param]:
         """Pick the parameters of these names, in the kernel's order."""
         return [param for param in self.params if param.name in names]
@@ -164,34 +177,45 @@ class Stages:
             stages += self.input_stages(name, self.input)
         return tuple(stages)
 
+    @property
+    def read_by_input(self) -> set[str]:
+        """Name what the stage of dx takes."""
+        plan = EpiloguePlan(self.problem)
+        names = {*Operand(self.problem, True).names, "weight", self.result, "partials", *plan.maps, *plan.vectors}
+        return names | {n for n in self.epilogue.spec.operands if n.startswith("inv_std")}
+
     def input_stages(self, name: str, tile: Tile) -> tuple[Stage, ...]:
         """Build the stage of dx and, where dx has sums, the one that merges their partials."""
-        operand = Operand(self.problem, True)
-        spec = self.epilogue.spec
-        names = {*operand.names, "weight", self.result, "partials", *EpiloguePlan(self.problem).maps}
-        names |= {*EpiloguePlan(self.problem).vectors}
-        names |= {n for n in spec.operands if n.startswith("inv_std")}
         launch: dict[str, Any] = {"grid": tile.grid, "threads": tile.plan.threads, "min_blocks": tile.plan.min_blocks}
         shared = shared_bytes(tile, self.reductions)
-        with d.stage(f"{name}_input", self.taken(*names), **launch, shared=shared) as block:
-            emit(block, tile, operand, self.epilogue)
+        with d.stage(f"{name}_input", self.taken(*self.read_by_input), **launch, shared=shared) as block:
+            emit(block, tile, Operand(self.problem, True), self.epilogue)
+        return (block.stage, *self.merged_sums(name, tile.rows_of_partials, tile.plan.pixels))
+
+    def merged_sums(self, name: str, tiles: int, rows: int) -> tuple[Stage, ...]:
+        """Build the stage that merges the partials of dx's sums, if it has any."""
         made = self.problem.map(self.result)
-        sizes = {"tiles": tile.rows_of_partials, "rows": tile.plan.pixels, "total": made.pixels, "channels": made.c}
-        merge = self.reductions.merge(f"{name}_merge", self.params, **sizes, tail=self.problem.tail)
-        return (block.stage, *merge)
+        sizes = {"tiles": tiles, "rows": rows, "total": made.pixels, "channels": made.c}
+        return self.reductions.merge(f"{name}_merge", self.params, **sizes, tail=self.problem.tail)
 
     def weight_stages(self, name: str, tile: Sized) -> tuple[Stage, ...]:
-        """Build the stage of dweight's shares, and the one that adds them where there are several."""
+        """Build the stage of dweight's shares, of dx too where one tile gives both, and those that add them up."""
         gradient, source = Operand(self.problem, True), Operand(self.problem, False)
-        held = "dweight" if tile.is_result else "weight_partials"
-        taken = self.taken(*gradient.names, *source.names, held)
-        plan = tile.plan
+        names = {*gradient.names, *source.names, "dweight" if tile.is_result else "weight_partials"}
+        plan, shared, merge = tile.plan, tile.shared, ()  # type: tuple[Any, int, tuple[Stage, ...]]
+        if isinstance(tile, BothTile):
+            names |= self.read_by_input
+            shared = max(shared, self.reductions.shared_bytes(tile.team))
+            merge = self.merged_sums(name, tile.shares, tile.share * plan.pixels)
         launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
-        with d.stage(f"{name}_weight", taken, **launch, shared=tile.shared) as block:
-            EMITTERS[type(tile)](block, tile, gradient, source).run()
+        with d.stage(f"{name}_weight", self.taken(*names), **launch, shared=shared) as block:
+            if isinstance(tile, BothTile):
+                BothEmitter(block, tile, gradient, source, self.epilogue).run()
+            else:
+                EMITTERS[type(tile)](block, tile, gradient, source).run()
         if tile.is_result:
-            return (block.stage,)
-        return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile)
+            return block.stage, *merge
+        return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile), *merge
 
     # -- the bias --------------------------------------------------------------------------------------------------
 

@@ -225,9 +225,14 @@ class Epilogue:
 
         `aligned`: `channel` and the number of channels are multiples of 4 (None: the latter decides).
         """
+        self.begin(channel, left, aligned)
+        self.reader.open(channel, left, self.aligned)
+
+    def begin(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """Begin as `open`, but the per-channel vectors are left to the caller."""
         self.channel, self.left = channel, left
         self.aligned = self.channels % 4 == 0 if aligned is None else aligned
-        self.reader.open(channel, left, self.aligned)
+        self.reader.channel, self.reader.left = channel, left
 
     def fetch(self, index: Expr, pixel: Expr, valid: Expr = True) -> None:
         """Start loading what pass `index` needs at a pixel."""
@@ -290,9 +295,9 @@ class Epilogue:
 class ForwardEpilogue(Epilogue):
     """[Bias][Relu][Statistics] and the store of y. The statistics are those of y as stored."""
 
-    def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
-        """Begin as `Epilogue.open`, with moments of no pixels."""
-        super().open(channel, left, aligned)
+    def begin(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """Begin as `Epilogue.begin`, with moments of no pixels."""
+        super().begin(channel, left, aligned)
         if self.reductions:
             self.moments: partials.Moments | partials.SharedMoments = partials.Moments(self.team)
             self.moments.clear()
@@ -329,9 +334,9 @@ class BackwardEpilogue(Epilogue):
     z, which the mask needs, is recomputed from x by the expression of the forward pass.
     """
 
-    def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
-        """Begin as `Epilogue.open`, with sums of zero."""
-        super().open(channel, left, aligned)
+    def begin(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """Begin as `Epilogue.begin`, with sums of zero."""
+        super().begin(channel, left, aligned)
         if self.reductions:
             self.sums = d.registers(self.reductions.quantities * self.width)
             for k in range(self.reductions.quantities * self.width):

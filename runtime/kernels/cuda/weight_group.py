@@ -19,13 +19,14 @@ differs by constants from what it does to the next. Coefficients of the channels
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import wgmma
-from bnfuse.runtime.kernels.cuda.device import Block, Expr
+from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, read_ahead
 from bnfuse.runtime.kernels.cuda.weight_sizes import GroupTile
 from bnfuse.runtime.kernels.cuda.weight_slide import place
@@ -42,6 +43,12 @@ class Side:
 
     loader: Loader
     columns: int  # 64 channels each
+    turns: int  # of this thread, from that of its first vector, `lane`, on
+    lane: Expr
+    row: Expr  # its first pixel of a step, of `rows` that are `stride` apart
+    rows: int
+    stride: int
+    start: Expr  # its first pixel of all
     first: Expr  # channel of the tile, in its group
     channel: Expr  # this thread's first, in the whole map
     left: Expr | None  # how many of the group there are from there on (None: enough)
@@ -61,6 +68,9 @@ class Side:
 class GroupEmitter:
     """The stage under construction."""
 
+    # groups of products behind a step: of its first part the next step loads the registers
+    left_running = 1
+
     def __init__(self, block: Block, tile: GroupTile, gradient: Operand, source: Operand) -> None:
         self.block, self.tile, self.plan, self.c = block, tile, tile.plan, tile.correlation
         plan, c = self.plan, self.c
@@ -75,10 +85,7 @@ class GroupEmitter:
         first_output, rest = T.bind(rest % outputs * plan.outputs), rest // outputs
         self.group, rest = (T.bind(rest % c.groups), rest // c.groups) if c.groups > 1 else (0, rest)
         self.split = T.bind(rest)
-        self.lane, self.row = block.tid % LANES, T.bind(block.tid // LANES)
-        self.stride = plan.threads // LANES  # rows that all threads bring at a time
-        self.rows = plan.pixels // self.stride
-        self.first = T.bind(self.split * (tile.share * plan.pixels) + self.row)  # pixel of this thread
+        self.first = T.bind(self.split * (tile.share * plan.pixels))  # pixel of the block
         self.gradient = self.side(0, gradient, first_output, c.outputs, plan.outputs)
         self.source = self.side(1, source, first_input, c.inputs, plan.inputs)
         self.exact = c.rows == tile.shares * tile.share * plan.pixels
@@ -92,18 +99,29 @@ class GroupEmitter:
         warpgroup = d.of_warp(block.tid // wgmma.GROUP)
         self.down, self.across = T.bind(warpgroup // plan.groups[1]), T.bind(warpgroup % plan.groups[1])
         self.width = plan.inputs // plan.groups[1]  # of a product
-        self.acc = d.registers(self.width // 2)
+        self.deep = plan.outputs // (plan.groups[0] * wgmma.ROWS)  # products of a warpgroup, one below the other
+        self.acc = d.registers(self.deep * self.width // 2)
         self.left = d.registers(plan.pixels // wgmma.DEPTH * WORDS, "uint32")
 
     def side(self, which: int, operand: Operand, first: Expr, total: int, width: int) -> Side:
         """Find what this thread brings of dy, 0, or of x, 1: a tile of `width` channels, of `total` of a group."""
         tile = self.tile
         loader = Loader.make(operand, self.block, tile.precision, 1, self.shared)
-        inner = T.bind(first + self.lane * loader.width)
+        columns, lanes = tile.columns[which], self.lanes(which)
+        lane, row = self.block.tid % lanes, T.bind(self.block.tid // lanes)
+        stride = self.plan.threads // lanes
+        rows, start = self.plan.pixels // stride, T.bind(self.first + row)
+        inner = T.bind(first + lane * loader.width)
         channel = T.bind(self.group * total + inner)
         left = None if total % width == 0 else T.bind(total - inner)
         sizes = (tile.at, tile.bytes, tile.own_at, tile.coefficients_at, tile.buffers, tile.further)
-        return Side(loader, tile.columns[which], first, channel, left, total, *(size[which] for size in sizes))
+        mine = (columns * LANES // lanes, lane, row, rows, stride, start)
+        return Side(loader, columns, *mine, first, channel, left, total, *(size[which] for size in sizes))
+
+    def lanes(self, which: int) -> int:
+        """Count the vectors of dy, 0, or of x, 1, that threads bring side by side: of 64 channels, so that a thread has
+        the same pixels of all, and of both sides."""
+        return LANES
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -115,9 +133,10 @@ class GroupEmitter:
         # the last share has all of its steps, too, of zeros: where a loop may be run no time at all, ptxas lets each
         # product wait for the one before
         steps, ahead = self.tile.share, self.tile.ahead
-        with T.serial(0, self.width // 2, unroll=True) as i:
+        with T.serial(0, self.deep * self.width // 2, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
         d.put(self.inside, 0, T.uint32(0))
+        self.prepare()
         for step in range(ahead):
             self.make_room()
             self.fill(step)
@@ -134,52 +153,68 @@ class GroupEmitter:
             self.make_room()
             d.when(step + ahead < steps, lambda: self.fill(step + ahead))
             d.commit()
+            self.between(step)
             d.wait(ahead - 1)
-            wgmma.wait(1)  # the first part of this step, whose registers the next step loads
+            wgmma.wait(self.left_running)
             d.when(step + 1 < steps, lambda: self.finish(step + 1))
             wgmma.publish()
         wgmma.wait()
         self.close()
 
+    def prepare(self) -> None:
+        """Start bringing what all steps need: nothing else."""
+
+    def between(self, step: Expr) -> None:
+        """Do what is to be done while a step's products run: nothing else."""
+
     # -- filling ---------------------------------------------------------------------------------------------------
 
     def keep_coefficients(self, side: Side) -> None:
-        """Bring the coefficients of the tile's channels to shared memory; zeros beyond the last channel."""
-        width = side.columns * COLUMN
+        """Bring the coefficients of a prologue to shared memory."""
         for n, name in enumerate(side.loader.coefficients):
+            self.keep(side, name, side.coefficients_at + n * side.columns * COLUMN * 4)
 
-            def bring(i: Expr, at: int = side.coefficients_at // 4 + n * width, name: str = name) -> None:
-                channel = T.bind(side.first + i)
-                value = self.block[name][self.group * side.total + channel]
-                exists = d.below(channel, side.total, side.left is None)
-                d.put(self.floats, at + i, value if exists is True else tirx.if_then_else(exists, value, T.float32(0)))
+    def keep(self, side: Side, name: str, at: int) -> None:
+        """Bring a per-channel vector of the tile's channels to byte `at` of shared memory, zeros beyond the last.
 
-            self.block.each(width, bring)
+        Of 64 channels the first four of each eight lie side by side, then the others: threads that load a vector each
+        meet no bank twice.
+        """
+
+        def bring(i: Expr) -> None:
+            channel = T.bind(side.first + i)
+            value = self.block[name][self.group * side.total + channel]
+            exists = d.below(channel, side.total, side.left is None)
+            place = at // 4 + i // COLUMN * COLUMN + i % 8 // 4 * (COLUMN // 2) + i % COLUMN // 8 * 4 + i % 4
+            d.put(self.floats, place, value if exists is True else tirx.if_then_else(exists, value, T.float32(0)))
+
+        self.block.each(side.columns * COLUMN, bring)
 
     def slot(self, side: Side, step: Expr, column: int, row: int) -> Slot:
         """Find the places of this thread's vector of 64 channels of a pixel of the step."""
-        moved = column * self.tile.chunk_bytes + row * self.stride * self.tile.row_bytes
-        at = T.bind(side.at + step % side.buffers * side.bytes + place(self.row, self.lane))
+        moved = column * self.tile.chunk_bytes + row * side.stride * self.tile.row_bytes
+        of_lane = side.lane // LANES * self.tile.chunk_bytes + place(side.row, side.lane % LANES)
+        at = T.bind(side.at + step % side.buffers * side.bytes + of_lane)
         own = T.bind(
             side.own_at + step % self.tile.ahead * (side.further * side.bytes) + self.block.tid * d.VECTOR_BYTES
         )
-        turn = column * self.rows + row
+        turn = column * side.rows + row
         return Slot(at + moved, own + turn * self.plan.threads * d.VECTOR_BYTES, side.bytes)
 
-    def pixel(self, step: Expr, row: int) -> tuple[Expr, Expr]:
-        """Find this thread's pixel of dy, and whether it exists."""
-        pixel = T.bind(self.first + step * self.plan.pixels + row * self.stride)
+    def pixel(self, side: Side, step: Expr, row: int) -> tuple[Expr, Expr]:
+        """Find the pixel (of dy) of one of this thread's rows of a side, and whether it exists."""
+        pixel = T.bind(side.start + step * self.plan.pixels + row * side.stride)
         return pixel, d.below(pixel, self.c.rows, self.exact)
 
     def make_room(self) -> None:
         """Move the bits of the steps before."""
         if self.cleared is not None:
-            d.put(self.inside, 0, self.inside[0] << T.uint32(self.rows))
+            d.put(self.inside, 0, self.inside[0] << T.uint32(self.gradient.rows))
 
     def fill(self, step: Expr) -> None:
         """Start bringing dy and x of a step."""
-        for row in range(self.rows):
-            pixel, exists = self.pixel(step, row)
+        for row in range(self.gradient.rows):
+            pixel, exists = self.pixel(self.gradient, step, row)
             found, valid = gathered(self.c, self.tap, pixel, exists)
             held = d.registers(1, "int32")
             d.put(held, 0, found)
@@ -192,13 +227,18 @@ class GroupEmitter:
 
     def copy(self, side: Side, step: Expr, row: int, pixel: Expr, valid: Expr) -> None:
         """Start bringing all this thread has of a pixel."""
-        for column in range(side.columns):
+        for column in range(side.turns):
             slot, channel = self.slot(side, step, column, row), side.channel + column * COLUMN
             side.loader.copy(slot, pixel, channel, valid, side.left_at(column))
 
     def is_inside(self, bit: int) -> Expr:
         """Tell whether a pixel exists, and its tap."""
         return tirx.bitwise_and(self.inside[0], T.uint32(1 << bit)) != T.uint32(0)
+
+    def is_kept(self, step: Expr, row: int) -> Expr:
+        """Tell of the step that is taken through the prologues whether a pixel exists, and its tap."""
+        filled_since = (self.tile.ahead - 1) * self.gradient.rows  # bits
+        return self.is_inside(filled_since + row)
 
     def finish(self, step: Expr) -> None:
         """Take dy and x of a step through the prologues."""
@@ -210,11 +250,11 @@ class GroupEmitter:
         loader = side.loader
         if loader.is_plain:
             return
-        for column in range(side.columns):
+        for column in range(side.turns):
             self.load_coefficients(side, column)
 
             def read(row: int, held: int, column: int = column) -> None:
-                pixel, exists = self.pixel(step, row) if loader.needs_pixels else (0, True)
+                pixel, exists = self.pixel(side, step, row) if loader.needs_pixels else (0, True)
                 if loader.needs_pixels and side is self.source:
                     pixel, exists = gathered(self.c, self.tap, pixel, exists)
                 slot, channel = self.slot(side, step, column, row), side.channel + column * COLUMN
@@ -223,22 +263,25 @@ class GroupEmitter:
             def use(row: int, held: int, column: int = column) -> None:
                 made = loader.finish(held)
                 if side is self.cleared:
-                    filled_since = (self.tile.ahead - 1) * self.rows  # bits
-                    valid = self.is_inside(filled_since + row)
+                    valid = self.is_kept(step, row)
                     for word in range(loader.words):
                         d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
                 first = self.slot(side, step, column, row).place // 4
                 T.buffer_store(self.store, made[T.ramp(0, 1, loader.words)], [T.ramp(first, 1, loader.words)])
 
-            read_ahead(self.rows, read, use)
+            read_ahead(side.rows, read, use)
 
     def load_coefficients(self, side: Side, column: int) -> None:
         """Load the coefficients of the thread's channels."""
-        width = side.loader.width
         for n, held in enumerate(side.loader.coefficients.values()):
-            first = side.coefficients_at // 4 + (n * side.columns + column) * COLUMN + self.lane * width
-            for i in range(0, width, 4):
-                T.buffer_store(held, self.floats[T.ramp(first + i, 1, 4)], [T.ramp(i, 1, 4)])
+            self.load_kept(held, side.coefficients_at + n * side.columns * COLUMN * 4, side.lane + column * LANES)
+
+    def load_kept(self, held: Buffer, at: int, vector: Expr) -> None:
+        """Load the coefficients of a vector of channels from where `keep` brought them."""
+        first = at // 4 + vector // LANES * COLUMN + vector % LANES * 4
+        for half in range(2):
+            place = first + half * (COLUMN // 2)
+            T.buffer_store(held, self.floats[T.ramp(place, 1, 4)], [T.ramp(half * 4, 1, 4)])
 
     # -- multiplying -----------------------------------------------------------------------------------------------
 
@@ -250,7 +293,7 @@ class GroupEmitter:
         row = lane // 16 * 8 + lane % 8
         address = T.bind(self.shared.address + tirx.Cast("uint32", gradient + place(row, chunk)))
         source = self.source.at + step % self.source.buffers * self.source.bytes
-        source += self.across * (self.width // COLUMN * tile.chunk_bytes)
+        source += self.across * self.width // COLUMN * tile.chunk_bytes + self.across * self.width % COLUMN * 2
         right = T.bind(wgmma.across_rows(self.shared.address + tirx.Cast("uint32", source), tile.chunk_bytes))
         deep = wgmma.DEPTH * tile.row_bytes  # bytes of a product's pixels
         products = range(self.plan.pixels // wgmma.DEPTH)
@@ -276,17 +319,17 @@ class GroupEmitter:
         partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
         whole = c.merged == 1 and c.inputs % plan.inputs == 0
         first = T.bind(self.source.first + self.across * self.width + lane % 4 * 2)
-        for half in range(2):
-            output = self.down * wgmma.ROWS + self.block.warp % 4 * 16 + half * 8 + lane // 4
+        for block, half in itertools.product(range(self.deep), range(2)):
+            output = (self.down * self.deep + block) * wgmma.ROWS + self.block.warp % 4 * 16 + half * 8 + lane // 4
             output = T.bind(self.gradient.first + output)
 
-            def row(output: Expr = output, half: int = half) -> None:
+            def row(output: Expr = output, before: int = block * self.width // 2 + half * 2) -> None:
                 row = (self.split * c.groups + self.group) * c.outputs + output
                 start = T.bind((row * c.taps + self.tap) * c.own_inputs)
                 own = T.bind(first - columns_before(c, output))
 
                 def column(j: Expr) -> None:
-                    inner, at = own + j * 8, j * 4 + half * 2
+                    inner, at = own + j * 8, before + j * 4
                     put_pair(partials, start + inner, self.acc, at, inner, c.own_inputs, whole)
 
                 d.unrolled(self.width // 8, column)

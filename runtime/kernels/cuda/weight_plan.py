@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.cuda import wgmma
+from bnfuse.runtime.kernels.cuda.both_sizes import BothPlan, BothTile, both_tile_of
 from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, is_wasteful, read_of, with_fallback
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import blocks_beside, shared_limit
@@ -40,6 +41,7 @@ FEW = 3  # shares are considered even where fewer make enough blocks
 MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the registers
 FEW_CHANNELS = 32  # of either side: products of warpgroups have 64
 GRADIENT_COST = 2  # of a channel of dy, which is made of two maps, where one of x is 1
+MOST_OF_BOTH, BOTH_THREADS = 256, 512  # outputs of a tile of both gradients; its threads that have registers enough
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
 
@@ -55,6 +57,32 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
     yield from itertools.chain(*((grouped, by_warps) if _suits_groups(c) else (by_warps, grouped)))
     if not fits:
         yield from sliding
+
+
+def both_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[BothPlan]:
+    """Yield the plans of tiles of both gradients, that of the rule first: 1x1 windows of few outputs, which a block has
+    all of (D124)."""
+    operands = Operand(problem, True), Operand(problem, False)
+    copies = all(can_ring(operand, target.precision) for operand in operands)
+    fits = min(c.outputs, c.inputs) > FEW_CHANNELS and c.outputs <= MOST_OF_BOTH and not SMALL_SIDE < c.outputs <= 192
+    is_one = c.is_pointwise and c.groups == 1 and c.merged == 1
+    if not (problem.spec.core == "ConvGrad" and target.has_wgmma and copies and fits and is_one):
+        return
+    down = 1 if c.outputs <= wgmma.ROWS else 2
+    deep = -(-c.outputs // (wgmma.ROWS * down))
+    widths = [128, 64] if down == 2 else [64, 128]
+    if deep > 1 or c.inputs <= 64:
+        widths = [64]
+    for inputs, ahead in itertools.product(widths, (1, 2)):
+        groups = down, inputs // (BothTile.own_inputs * down)
+        plan = BothPlan(groups, inputs, wgmma.ROWS, 1, ahead, 1, deep)
+        tile = both_tile_of(c, plan, target.precision, *operands)
+        blocks = min(blocks_beside(target.architecture, tile.shared), BOTH_THREADS // plan.threads)
+        if not blocks:
+            continue
+        places = target.multiprocessors * blocks
+        splits = even_splits(tile, places, max(-(-places // tile.blocks), FEW))
+        yield dataclasses.replace(plan, min_blocks=blocks, splits=splits)
 
 
 def _suits_groups(c: Correlation) -> bool:

@@ -72,8 +72,10 @@ def test_weight_gradients_of_warpgroups_have_no_spills(case):
         assert (found["spills"], found["stack"]) == (0, 0) and "serialized" not in log
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "arch"),  # 1x1 windows on sm_90 have both gradients in one stage (test_weight_both.py)
+    [(name, arch) for name in LAYERS for arch in ARCHITECTURES if (name, arch) != ("densenet121-1x1", "sm_90")],
+)
 def test_gradients_have_no_spills(name, arch):
     assert_no_spills(conv_backward(layer(BACKWARD, name, "bfloat16").problem(), gpu("bf16", arch, MULTIPROCESSORS)))
 

@@ -11,7 +11,7 @@ from cuda_kernels import gpu
 from bnfuse.runtime.kernels.cuda.conv_backward import choices
 from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan
 
-OP = "BatchNormGradNormalizeReluConvGradReluGradReduce"
+OP = "BatchNormGradNormalizeReluConvGradWeight"
 LAYER = CudaCase(OP, 64, 14, 14, 256, 1024, (1, 1), dtype="bfloat16")
 STRIDED = CudaCase(OP, 64, 28, 28, 256, 256, (3, 3), (2, 2), (1, 1, 1, 1), dtype="bfloat16")
 
