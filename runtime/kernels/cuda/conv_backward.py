@@ -116,7 +116,8 @@ class Stages:
 
     def __init__(self, problem: Problem, target: CudaTarget, plan: Any) -> None:
         self.problem, self.target = problem, target
-        self.input = self.weight = None
+        self.input: Tile | None = None
+        self.weight: Sized | None = None
         scratch: list[Param] = []
         c = forward_correlation(problem, target)
         input_plan, weight_plan = plan or (None, next(both_plans(c, problem, target), None))
