@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import bnfuse
+from bnfuse.cli import main
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 MARKER = "test_readme.py"
@@ -20,14 +22,18 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_the_commands_and_then_the_python_run_as_printed(tmp_path):
+def test_the_commands_and_then_the_python_run_as_printed(tmp_path, monkeypatch, capfd):
+    """The first command and the Python as processes, whose start takes longer than most commands do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     (commands,), (python,) = blocks("sh"), blocks("python")
-    scripts = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    for line in commands.splitlines():
-        done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    done = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, capture_output=True, text=True)
+    first, *others = commands.splitlines()
+    done = subprocess.run(first, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0, f"{first}\n{done.stdout}\n{done.stderr}"
+    for line in others:
+        program, *arguments = shlex.split(line, comments=True)
+        assert (program, main(arguments)) == ("bnfuse", 0), f"{line}\n{capfd.readouterr()}"
+    done = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Feature maps read and written" in done.stdout and "Equal" in done.stdout
 
