@@ -25,7 +25,7 @@ from bnfuse.runtime.codegen.build import compile_kernel
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets.target import CpuTarget
 
-pytestmark = pytest.mark.emulation
+pytestmark = [pytest.mark.emulation, pytest.mark.usefixtures("optimized")]
 
 HERE = pathlib.Path(__file__).resolve().parent
 RUNTIME = HERE.parent / "runtime"
