@@ -1,4 +1,5 @@
 """Both gradients of a convolution. Stages: towards the input and its sums, towards the weight and its shares, the bias.
+Those of some 1x1 windows are made in one stage, which has the weight's name (weight_both.py).
 
 The input gradient is the forward convolution's tile with source and destination exchanged (conv_tile.py), the weight
 gradient a product over pixels (weight_tile.py). Both bring dy through BatchNormGrad on the way in, so that the input
@@ -203,13 +204,14 @@ class Stages:
         """Build the stage of dweight's shares, of dx too where one tile gives both, and those that add them up."""
         gradient, source = Operand(self.problem, True), Operand(self.problem, False)
         names = {*gradient.names, *source.names, "dweight" if tile.is_result else "weight_partials"}
-        plan, shared, merge = tile.plan, tile.shared, ()  # type: tuple[Any, int, tuple[Stage, ...]]
+        plan = tile.plan
+        merge: tuple[Stage, ...] = ()
         if isinstance(tile, BothTile):
             names |= self.read_by_input
-            shared = max(shared, self.reductions.shared_bytes(tile.team))
+            assert self.reductions.shared_bytes(tile.team) <= tile.shared
             merge = self.merged_sums(name, tile.shares, tile.share * plan.pixels)
         launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
-        with d.stage(f"{name}_weight", self.taken(*names), **launch, shared=shared) as block:
+        with d.stage(f"{name}_weight", self.taken(*names), **launch, shared=tile.shared) as block:
             if isinstance(tile, BothTile):
                 BothEmitter(block, tile, gradient, source, self.epilogue).run()
             else:

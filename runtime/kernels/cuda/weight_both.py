@@ -13,7 +13,7 @@ memory for dweight, dy behind its prologue, pixel by pixel, is what dx is a prod
         the products of dweight                   which run on while
             maps of dx's epilogue: global -> registers
             copies of later steps begin, and dx goes through its epilogue and is stored
-            and the next step's dy and x go through the prologues
+        the next step's dy and x go through the prologues
 
 A group of four warps has 32 input channels of dx. Their weights lie in such an order that a thread's sums of a pixel
 are eight neighbours, a vector as the epilogue takes it: dx never passes through shared memory.
@@ -108,13 +108,11 @@ class BothEmitter(GroupEmitter):
         """Begin the products of a step; those of dx are done behind it."""
         tile, base = self.both, self.shared.address
         gradient = self.gradient.at + step % self.gradient.buffers * self.gradient.bytes
-        source = self.source.at + step % self.source.buffers * self.source.bytes
-        source += self.across * self.width // COLUMN * tile.chunk_bytes + self.across * self.width % COLUMN * 2
         weights = tile.weights_at + self.warpgroup * (tile.own_inputs * tile.row_bytes)
         dy, w = (T.bind(wgmma.along_rows(base + tirx.Cast("uint32", at))) for at in (gradient, weights))
         down = gradient + self.down * (self.deep * tile.chunk_bytes)
         dy_across = T.bind(wgmma.across_rows(base + tirx.Cast("uint32", down), tile.chunk_bytes))
-        x = T.bind(wgmma.across_rows(base + tirx.Cast("uint32", source), tile.chunk_bytes))
+        x = self.source_across(step)
         with T.serial(0, tile.own_inputs // 2, unroll=True) as i:
             d.put(self.dx, i, T.float32(0))
         wgmma.fence()

@@ -12,8 +12,8 @@ A block has a tile of output by input channels of one tap, and a share of the pi
     accumulators -> a row of `weight_partials` of its share
 
 dy and x lie as products read them: 64 channels of all pixels, a row of 128 bytes a pixel, then the next 64. A thread
-has the same few pixels of every 64 channels, so that it looks for each pixel's place once, and what it does to one 64
-differs by constants from what it does to the next. Coefficients of the channels are in shared memory from the start.
+has (here) the same few pixels of every 64 channels, so that it looks for each pixel's place once, and what it does to
+one 64 differs by constants from what it does to the next. Coefficients of the channels are in shared memory from the start.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Side:
 class GroupEmitter:
     """The stage under construction."""
 
-    # groups of products behind a step: of its first part the next step loads the registers
+    # groups of products that may run on behind a step: not its first, whose registers the next step loads
     left_running = 1
 
     def __init__(self, block: Block, tile: GroupTile, gradient: Operand, source: Operand) -> None:
@@ -191,7 +191,7 @@ class GroupEmitter:
         self.block.each(side.columns * COLUMN, bring)
 
     def slot(self, side: Side, step: Expr, column: int, row: int) -> Slot:
-        """Find the places of this thread's vector of 64 channels of a pixel of the step."""
+        """Find the places of this thread's vector of a pixel of the step: that `column` times 64 channels on."""
         moved = column * self.tile.chunk_bytes + row * side.stride * self.tile.row_bytes
         of_lane = side.lane // LANES * self.tile.chunk_bytes + place(side.row, side.lane % LANES)
         at = T.bind(side.at + step % side.buffers * side.bytes + of_lane)
@@ -292,9 +292,7 @@ class GroupEmitter:
         chunk = self.block.warp % 4 * 2 + lane // 8 % 2
         row = lane // 16 * 8 + lane % 8
         address = T.bind(self.shared.address + tirx.Cast("uint32", gradient + place(row, chunk)))
-        source = self.source.at + step % self.source.buffers * self.source.bytes
-        source += self.across * self.width // COLUMN * tile.chunk_bytes + self.across * self.width % COLUMN * 2
-        right = T.bind(wgmma.across_rows(self.shared.address + tirx.Cast("uint32", source), tile.chunk_bytes))
+        right = self.source_across(step)
         deep = wgmma.DEPTH * tile.row_bytes  # bytes of a product's pixels
         products = range(self.plan.pixels // wgmma.DEPTH)
         first, second = products[:1], products[1:]
@@ -310,6 +308,13 @@ class GroupEmitter:
             wgmma.commit()
             if part is first:
                 wgmma.wait(1)  # the step before, whose registers are loaded next
+
+    def source_across(self, step: Expr) -> Expr:
+        """Describe x of the step, the warpgroup's channels of it, to be read across its rows."""
+        columns, rest = self.across * self.width // COLUMN, self.across * self.width % COLUMN
+        at = self.source.at + step % self.source.buffers * self.source.bytes
+        at += columns * self.tile.chunk_bytes + rest * 2
+        return T.bind(wgmma.across_rows(self.shared.address + tirx.Cast("uint32", at), self.tile.chunk_bytes))
 
     # -- results ---------------------------------------------------------------------------------------------------
 

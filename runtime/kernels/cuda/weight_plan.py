@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.cuda import wgmma
 from bnfuse.runtime.kernels.cuda.both_sizes import BothPlan, BothTile, both_tile_of
 from bnfuse.runtime.kernels.cuda.conv_plan import REGISTERS, Read, is_wasteful, read_of, with_fallback
@@ -42,6 +43,7 @@ MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the reg
 FEW_CHANNELS = 32  # of either side: products of warpgroups have 64
 GRADIENT_COST = 2  # of a channel of dy, which is made of two maps, where one of x is 1
 MOST_OF_BOTH, BOTH_THREADS = 256, 512  # outputs of a tile of both gradients; its threads that have registers enough
+MOST_TOTALS, MOST_MAPS = 3, 4  # of the epilogue of such a tile
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
 
@@ -61,7 +63,10 @@ def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterat
 
 def both_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[BothPlan]:
     """Yield the plans of tiles of both gradients, that of the rule first: 1x1 windows of few outputs, which a block has
-    all of (D124)."""
+    all of, and epilogues whose sums and maps registers have room for beside dweight's (D124)."""
+    epilogue = EpiloguePlan(problem)
+    if len(epilogue.totals) > MOST_TOTALS or len(epilogue.maps) > MOST_MAPS:
+        return
     operands = Operand(problem, True), Operand(problem, False)
     copies = all(can_ring(operand, target.precision) for operand in operands)
     fits = min(c.outputs, c.inputs) > FEW_CHANNELS and c.outputs <= MOST_OF_BOTH and not SMALL_SIDE < c.outputs <= 192

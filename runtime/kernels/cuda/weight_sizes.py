@@ -57,7 +57,7 @@ class SlidePlan:
 
 @dataclasses.dataclass(frozen=True)
 class GroupPlan:
-    """Groups of four warps along both channels: 64 outputs each, `inputs` in equal parts, 64 or more (weight_group.py).
+    """Groups of four warps along both channels: 64 outputs each, `inputs` in equal parts (weight_group.py).
 
     `pixels` a chunk, of a tap; `splits` shares of the pixels.
     """

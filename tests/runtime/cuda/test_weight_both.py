@@ -95,6 +95,7 @@ def test_of_any_size(case, which, splits):
         ({"op": "BatchNormGradConvGradInputReduce"}, "sm_90"),
         ({"cin": 97, "slots": 3}, "sm_90"),  # no copies of four bytes
         ({"others": (("x", "float32"),)}, "sm_90"),
+        ({"op": f"{RESIDUAL}ReduceOther"}, "sm_90"),  # a fourth sum
     ],
     ids=str,
 )
@@ -117,12 +118,18 @@ def test_what_a_step_launches():
     assert [stage.name.rsplit("_", 1)[1] for stage in stages] == ["weight", "shares", "merge"]
 
 
-SPILLED = 24  # bytes of a thread, at most: what does not change from step to step, of some 500 instructions a step
+SPILLED = 24  # bytes of a thread, at most, where a step is some 500 instructions
 
 
 @pytest.mark.parametrize(
     ("op", "inputs", "outputs", "spilled"),
-    [(FULL, 256, 128, SPILLED), (FULL, 64, 128, SPILLED), (RESIDUAL, 256, 64, 0), (RESIDUAL, 1024, 256, 0)],
+    [
+        (FULL, 256, 128, SPILLED),
+        (FULL, 64, 128, SPILLED),
+        (RESIDUAL, 512, 128, SPILLED),
+        (RESIDUAL, 256, 64, 0),
+        (RESIDUAL, 1024, 256, 0),
+    ],
 )
 def test_values_stay_in_registers_and_products_run_on(op, inputs, outputs, spilled):
     """Nor does ptxas let a product wait for the one before."""
