@@ -13,6 +13,8 @@ from bnfuse.runtime.kernels.cpu import group_norm as on_cpu
 from bnfuse.runtime.kernels.cuda import group_norm as on_gpu
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 
 

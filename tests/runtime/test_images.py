@@ -15,6 +15,8 @@ from bnfuse.runtime.kernels.cpu import images as cpu
 from bnfuse.runtime.kernels.cuda import images as cuda
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 ATTRIBUTES = {"alpha": 1.702, "beta": 0.4, "min": -0.5, "max": 0.75}
 CASES = [
     ("PointwiseImageStatistics", (3, 21, 5, 4)),

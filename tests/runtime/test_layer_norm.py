@@ -9,6 +9,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.layer_norm import layer_norm, layer_norm_grad
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 SHAPES = [(2, 37, 5, 3), (1, 96, 7, 7), (3, 1, 2, 2), (40, 16, 1, 1), (1, 5, 1, 1)]
 
 

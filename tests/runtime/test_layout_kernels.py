@@ -9,6 +9,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import layout
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 
 

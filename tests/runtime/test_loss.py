@@ -10,6 +10,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.kernels.cpu.loss import softmax_loss, softmax_loss_grad
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 
 

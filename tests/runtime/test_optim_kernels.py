@@ -19,6 +19,8 @@ from bnfuse.runtime.kernels.common.optim import (
 )
 from bnfuse.runtime.kernels.cpu.optim import accumulate, average, gradient_norm, update
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 COUNT = 16 * 9 + 5  # whole blocks and a rest
 STEPS = 4

@@ -11,6 +11,8 @@ from bnfuse.runtime.kernels.common.resample import is_one_launch
 from bnfuse.runtime.kernels.cpu.resample import resample_backward, resample_forward
 from bnfuse.runtime.kernels.kernel import Problem
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 
 

@@ -13,6 +13,8 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm_baseline, norm_sampled
 from bnfuse.runtime.kernels.kernel import MapType
 
+pytestmark = pytest.mark.usefixtures("optimized_by_turns")
+
 TARGET = resolve("cpu", 2)
 FEW = settings(max_examples=8, deadline=None, derandomize=True)  # each compiles a kernel or two
 

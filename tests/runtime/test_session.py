@@ -110,7 +110,9 @@ def batch(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture(scope="module")
 def fused() -> Step:
     """One step for the tests that do not care for the network. They restore its state."""
-    return compile_step(graph_of(residual_net, "icf"), threads=2, optimizer=SGD(lr=0.1, momentum=0.9))
+    with pytest.MonkeyPatch.context() as patch:  # it is made before what `optimized` says of a test
+        patch.setenv("BNFUSE_LLVM_LEVEL", "3")
+        return compile_step(graph_of(residual_net, "icf"), threads=2, optimizer=SGD(lr=0.1, momentum=0.9))
 
 
 @pytest.fixture

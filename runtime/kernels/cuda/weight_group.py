@@ -13,7 +13,8 @@ A block has a tile of output by input channels of one tap, and a share of the pi
 
 dy and x lie as products read them: 64 channels of all pixels, a row of 128 bytes a pixel, then the next 64. A thread
 has (here) the same few pixels of every 64 channels, so that it looks for each pixel's place once, and what it does to
-one 64 differs by constants from what it does to the next. Coefficients of the channels are in shared memory from the start.
+one 64 differs by constants from what it does to the next. Coefficients of the channels are in shared memory from the
+start.
 """
 
 from __future__ import annotations
