@@ -125,7 +125,7 @@ _writing = threading.local()
 
 def cuda_source(stages: Sequence[Stage], arch: str) -> str:
     """Let TVM write the CUDA of some stages for `arch` (sm_XX), as one source."""
-    # the host part is made too, and thrown away: launches are data here
+    # the host part is made too, as simply as can be, and thrown away: launches are data here
     target = tvm.target.Target(
         {
             "kind": "cuda",
@@ -134,7 +134,7 @@ def cuda_source(stages: Sequence[Stage], arch: str) -> str:
             "max_shared_memory_per_block": 232448,
             "thread_warp_size": 32,
         },
-        host={"kind": "llvm"},
+        host={"kind": "llvm", "opt-level": 0},
     )
     module = tvm.IRModule({stage.name: stage.function for stage in stages})
     with target, text_alone():
