@@ -79,7 +79,7 @@ def _llvm(triple: str, **options: object) -> tvm.target.Target:
 
 def llvm_level() -> int:
     """Give the level at which LLVM optimises: less compiles sooner and runs slower. Raises BnfuseError for no level."""
-    found = os.environ.get(LEVEL, LEVELS[0])
+    found = os.environ.get(LEVEL) or LEVELS[0]  # empty is unset, as of BNFUSE_CACHE
     if found not in LEVELS:
         raise BnfuseError(f"{LEVEL}={found!r} is no level of LLVM: it is one of {', '.join(LEVELS)}")
     return int(found)

@@ -58,6 +58,8 @@ def test_the_environment_says_how_far_llvm_optimises(monkeypatch):
     assert cpus.llvm_level() == 3
     monkeypatch.setenv(cpus.LEVEL, "1")
     assert cpus.llvm_level() == 1
+    monkeypatch.setenv(cpus.LEVEL, "")
+    assert cpus.llvm_level() == 3
     monkeypatch.setenv(cpus.LEVEL, "-O2")
     with pytest.raises(BnfuseError, match="LEVEL='-O2' is no level of LLVM: it is one of 3, 2, 1, 0"):
         cpus.llvm_level()
