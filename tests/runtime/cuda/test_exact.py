@@ -4,7 +4,6 @@ import lockstep_ops
 import numpy as np
 import pytest
 import tensor_core
-import torch
 from cuda_conv import CudaCase, run_case
 from cuda_kernels import gpu, run_kernel
 
@@ -53,13 +52,22 @@ def test_a_dense_layer_is_as_exact_as_float32(k):
 
 
 SAME = {"kernel": (3, 3), "pads": (1, 1, 1, 1)}
-TORCH = {  # of x, weight and dy
-    "y": lambda x, weight, dy, pads: torch.conv2d(x, weight, padding=pads),
-    "dx": lambda x, weight, dy, pads: torch.nn.grad.conv2d_input(x.shape, weight, dy, padding=pads),
-    "dweight": lambda x, weight, dy, pads: torch.nn.grad.conv2d_weight(x, weight.shape, dy, padding=pads),
-}
 
 
+def by_torch(name, x, weight, dy, pad):
+    """A result of a convolution or of its gradients in float32; of arrays, as an array."""
+    import torch
+
+    x, weight, dy = (torch.from_numpy(array.astype(np.float32)) for array in (x, weight, dy))
+    ways = {
+        "y": lambda: torch.conv2d(x, weight, padding=pad),
+        "dx": lambda: torch.nn.grad.conv2d_input(x.shape, weight, dy, padding=pad),
+        "dweight": lambda: torch.nn.grad.conv2d_weight(x, weight.shape, dy, padding=pad),
+    }
+    return ways[name]().numpy()
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("generator", "case"),
     [
@@ -74,6 +82,6 @@ def test_a_convolution_is_as_exact_as_float32(generator, case):
     operands = case.operands() | {"x": np.maximum(case.operands()["x"], 0)}
     found, expected, _ = run_case(case, generator, ONE, operands)
     for name, exact in expected.items():
-        given = [torch.from_numpy(operands.get(n, np.zeros(case.shape(n))).astype(np.float32)) for n in NAMES]
-        float32 = TORCH[name](*given, case.pads[0]).numpy()
+        given = [operands.get(n, np.zeros(case.shape(n))) for n in NAMES]
+        float32 = by_torch(name, *given, case.pads[0])
         assert error(found[name], exact) < 2 * error(float32, exact), name
