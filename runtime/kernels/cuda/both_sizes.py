@@ -11,7 +11,7 @@ from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
-from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan, GroupTile
+from bnfuse.runtime.kernels.cuda.weight_sizes import GroupPlan, GroupTile, brought_beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,5 @@ class BothTile(GroupTile):
 
 def both_tile_of(c: Correlation, plan: BothPlan, precision: str, gradient: Operand, source: Operand) -> BothTile:
     """Size the tile of a plan."""
-    further = len(gradient.streamed) - 1, len(source.streamed) - 1
-    vectors = len(gradient.vectors), len(source.vectors)
-    return BothTile(c, plan, precision, further, vectors, len(EpiloguePlan(gradient.problem).vectors))
+    behind = len(EpiloguePlan(gradient.problem).vectors)
+    return BothTile(c, plan, precision, *brought_beside(gradient, source), behind)

@@ -41,11 +41,11 @@ EIGHT = 8  # channels of a vector, and columns of a thread's four pairs in the r
 class BothEmitter(GroupEmitter):
     """The stage under construction. `problem` has the epilogue of dx."""
 
+    tile: BothTile
     left_running = 0  # dy is read until then, and copied over by the next step
 
     def __init__(self, block: Block, tile: BothTile, gradient: Operand, source: Operand, problem: Problem) -> None:
         super().__init__(block, tile, gradient, source)
-        self.both = tile
         self.dx = d.registers(tile.own_inputs // 2)
         self.values = d.registers(EIGHT)
         self.warpgroup = T.bind(d.of_warp(block.tid // wgmma.GROUP))
@@ -60,7 +60,7 @@ class BothEmitter(GroupEmitter):
     def prepare(self) -> None:
         """Start bringing the tile's weights, from [input][output], zeros beyond the last of either; and bring the
         coefficients of dx's epilogue."""
-        tile, c = self.both, self.c
+        tile, c = self.tile, self.c
         for n, name in enumerate(self.epilogue.reader.vectors):
             self.keep(self.source, name, tile.epilogue_at + n * self.plan.inputs * 4)
         lanes = tile.columns[0] * LANES  # vectors of an input's outputs
@@ -106,7 +106,7 @@ class BothEmitter(GroupEmitter):
 
     def begin_products(self, step: Expr) -> None:
         """Begin the products of a step; those of dx are done behind it."""
-        tile, base = self.both, self.shared.address
+        tile, base = self.tile, self.shared.address
         gradient = self.gradient.at + step % self.gradient.buffers * self.gradient.bytes
         weights = tile.weights_at + self.warpgroup * (tile.own_inputs * tile.row_bytes)
         dy, w = (T.bind(wgmma.along_rows(base + tirx.Cast("uint32", at))) for at in (gradient, weights))
@@ -141,7 +141,7 @@ class BothEmitter(GroupEmitter):
     def between(self, step: Expr) -> None:
         """Take dx of the step through its epilogue."""
         for n, held in enumerate(self.epilogue.reader.vectors.values()):
-            self.load_kept(held, self.both.epilogue_at + n * self.plan.inputs * 4, self.own_input // EIGHT)
+            self.load_kept(held, self.tile.epilogue_at + n * self.plan.inputs * 4, self.own_input // EIGHT)
         for half in range(HALVES):
             for pair in range(EIGHT // 2):
                 for word in range(2):

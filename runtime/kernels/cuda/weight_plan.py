@@ -43,6 +43,7 @@ MOST_SLID = 3  # rows and columns of a window that slides: its sums fill the reg
 FEW_CHANNELS = 32  # of either side: products of warpgroups have 64
 GRADIENT_COST = 2  # of a channel of dy, which is made of two maps, where one of x is 1
 MOST_OF_BOTH, BOTH_THREADS = 256, 512  # outputs of a tile of both gradients; its threads that have registers enough
+MOSTLY_ZEROS = range(129, 193)  # outputs: more than 128, which leave a quarter or more of 256 empty
 MOST_TOTALS, MOST_MAPS = 3, 4  # of the epilogue of such a tile
 MOST_ROWS, MOST_SUMS = 8, 80  # of a window whose rows are warps; of a thread's sums there
 
@@ -69,7 +70,7 @@ def both_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator
         return
     operands = Operand(problem, True), Operand(problem, False)
     copies = all(can_ring(operand, target.precision) for operand in operands)
-    fits = min(c.outputs, c.inputs) > FEW_CHANNELS and c.outputs <= MOST_OF_BOTH and not SMALL_SIDE < c.outputs <= 192
+    fits = min(c.outputs, c.inputs) > FEW_CHANNELS and c.outputs <= MOST_OF_BOTH and c.outputs not in MOSTLY_ZEROS
     is_one = c.is_pointwise and c.groups == 1 and c.merged == 1
     if not (problem.spec.core == "ConvGrad" and target.has_wgmma and copies and fits and is_one):
         return

@@ -485,8 +485,7 @@ Sized = WeightTile | SlideTile | GroupTile | StripTile
 
 def weight_tile_of(c: Correlation, plan: Plan, precision: str, gradient: Operand, source: Operand) -> Sized:
     """Size the tile of a plan. Vectors are copied asynchronously where both operands allow (operand.py)."""
-    further = len(gradient.streamed) - 1, len(source.streamed) - 1
-    vectors = len(gradient.vectors), len(source.vectors)
+    further, vectors = brought_beside(gradient, source)
     if isinstance(plan, SlidePlan):
         return SlideTile(c, plan, precision, further, vectors)
     if isinstance(plan, GroupPlan):
@@ -495,3 +494,9 @@ def weight_tile_of(c: Correlation, plan: Plan, precision: str, gradient: Operand
         return StripTile(c, plan, precision, further[0])
     ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)
     return WeightTile(c, plan, precision, ring, further)
+
+
+def brought_beside(gradient: Operand, source: Operand) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count what comes beside the first map of dy's and of x's operand: further maps, and vectors of coefficients."""
+    further = len(gradient.streamed) - 1, len(source.streamed) - 1
+    return further, (len(gradient.vectors), len(source.vectors))
